@@ -2,10 +2,11 @@
 
     rondo bench chaos [--role actor ...] [--fault sigkill ...] [--kills 10] [--cells FOLDER] [--again] [--sglang-python PYTHON]
 
-The run is the quick start without its warm-up, with small steps, and limits that are printed. A role's faults strike one after
-another in one run, each when three steps have passed since the one before; the first, SIGKILL, ten times (median and worst).
+The run is the quick start without its warm-up, with small steps, and limits that are printed; for the critic with PPO. A role's
+faults strike one after another in one run, each when three steps have passed since the one before; the first, SIGKILL, ten times
+(median and worst).
 
-    sigkill     of a worker, a service, a reward's process, the engine's server, the nursery
+    sigkill     of a worker, a service, a reward's process, the engine's server, SGLang's scheduler within it, the nursery
     sigstop     the whole process stands
     exception   in the middle of its computation; of a service, out of what its event loop waits for
     hang        pause(2) in C code, without the interpreter's lock, in the middle of its computation while its loop beats on; of
@@ -19,7 +20,8 @@ back_s: from there until it is ready again, imports included; of the store, unti
 until the next step. lost, twice: samples, by the journal, in the run that the fault struck in. steps_repeated: whole steps that
 were told a second time before the next fault.
 
-Each cell is kept in a file of its own, and a rerun does those that are missing. The last line is one JSON object.
+Each cell is kept in a file of its own, and a rerun does those that are missing. The last line is one JSON object: the cells that
+were asked for, and of all others those that lie in `benchmarks/results/chaos.json`, where they were measured on such a machine.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -36,20 +39,23 @@ from typing import Any
 
 import psutil
 
-from benchmarks.chaos_run import PATIENCE_S, ChaosRun, fill_for, forget_groups, left_behind, small_disk
+from benchmarks.chaos_run import ENGINES, PATIENCE_S, ChaosRun, fill_for, forget_groups, left_behind, small_disk
+from rondo.launch.bench import machine
 
+RESULTS = Path(__file__).parent / "results" / "chaos.json"
 ROLES = {
     "rollout": "benchmarks.chaos_roles:Rollout",
     "actor": "benchmarks.chaos_roles:Actor",
     "actor_fwd": "benchmarks.chaos_roles:ActorForward",
     "reference": "benchmarks.chaos_roles:Reference",
     "advantages": "benchmarks.chaos_roles:Advantages",
+    "critic": "benchmarks.chaos_roles:Critic",
 }
 """The role classes of the run, which fail where they are told to."""
 LIGHT = ("advantages", "coordinator", "reward_worker")
-VICTIMS = (*ROLES, "coordinator", "reward_worker", "engine", "store", "nursery")
+VICTIMS = (*ROLES, "coordinator", "reward_worker", *ENGINES, "store", "nursery")
 FAULTS = ("sigkill", "exception", "oom", "sigstop", "hang", "disk_full")
-SILENCE_S, WORK_S, REWARD_S, UPDATE_S, FORK_S = 8.0, 10.0, 3.0, 20.0, 30.0
+SILENCE_S, WORK_S, REWARD_S, FORK_S = 8.0, 10.0, 3.0, 30.0
 SMALL = (
     "num_steps=1000000", "sft=null", "evaluation=null", "data.held_out=0", "rollout.prompts_per_step=8",
     "rollout.num_slots=64", "train.save_every=500", "train.keep_checkpoints=1",
@@ -57,7 +63,6 @@ SMALL = (
 LIMITS = (
     f"supervision.silence_s={SILENCE_S}", f"supervision.work_floor_s={WORK_S}", "supervision.work_ceiling_s=120",
     f"reward.deadline_s={REWARD_S}", f"rollout.sglang.silent_deadline_s={SILENCE_S}",
-    f"rollout.sglang.update_deadline_s={UPDATE_S}",
     "supervision.max_restarts=1000", "supervision.max_global_restarts=0", "supervision.max_backoff_s=0",
 )  # fmt: skip
 DISK_BYTES = 96 << 20
@@ -68,17 +73,27 @@ Cell = dict[str, Any]
 
 def seconds_limit(role: str, fault: str) -> float:
     """Within which a fault is to be seen: an exit at once, a hang by its own limit, and a moment for ticks and stacks."""
-    if fault not in ("sigstop", "hang"):
+    if fault not in ("sigstop", "hang") and role != "scheduler":  # of which nobody is told that it died
         return SEEN_S
-    of = {"reward_worker": REWARD_S, "nursery": FORK_S, "engine": UPDATE_S + SILENCE_S}  # new weights come meanwhile
+    of = {"reward_worker": REWARD_S, "nursery": FORK_S}
     worked = fault == "hang" and role in ROLES and role != "advantages"
     return of.get(role, WORK_S * 2 if worked else SILENCE_S) + 3.0
 
 
+def roles_of(role: str) -> dict[str, str]:
+    """The roles of the run in which faults of `role` strike."""
+    others = {"actor_fwd", "reference"} if role == "critic" else {"critic"}
+    return {name: ROLES[name] for name in ROLES if name not in others}
+
+
 def settings(role: str, kind: str) -> list[str]:
-    limits = [each for each in LIMITS if role == "engine" or "sglang" not in each]
+    ppo = {"groups": [{"name": name, "roles": [name]} for name in roles_of(role)], "algorithm": {"name": "ppo"}}
+    limits = [each for each in LIMITS if role in ENGINES or "sglang" not in each]
     two = {"actor": "groups.1.processes=2", "reference": "groups.3.processes=2"}
-    return [*SMALL, *limits, f"roles={json.dumps(ROLES)}", *([two[role]] if kind == "ranks" else [])]
+    critic = [f"{name}={json.dumps(value)}" for name, value in ppo.items()] if role == "critic" else []
+    return [
+        *SMALL, *limits, *critic, f"roles={json.dumps(roles_of(role))}", *([two[role]] if kind == "ranks" else []),
+    ]  # fmt: skip
 
 
 def kind_of(role: str, fault: str) -> str:
@@ -103,14 +118,14 @@ def struck(run: ChaosRun, role: str, fault: str, disk: Path) -> Cell:
         seen, back = of_nursery(run, victim)
     elif role == "reward_worker":
         seen, back = of_reward(run, victim)
-    elif role == "engine":
+    elif role in ENGINES:
         seen = run.until(lambda line: line.kind == "sglang_gone").at
         back = run.until(lambda line: line.kind == "sglang_back").at
     else:
         group = role if role in ("coordinator", "store") else f"{role}-0"
         died = run.until(lambda line: line.is_of("died", group))
         how, seen = how or died.told.get("cause", ""), died.at
-        waited = {group} if role != "store" else {"store", *(f"{name}-0" for name in ROLES)}
+        waited = {group} if role != "store" else {"store", *(f"{name}-0" for name in roles_of(role))}
         while waited:
             ready = run.until(lambda line: line.kind == "ready" and line.group in waited)
             waited.discard(ready.group)
@@ -159,7 +174,7 @@ def cells(role: str, kind: str, faults: Sequence[str], python: str, kills: int) 
     with contextlib.ExitStack() as ends:
         folder = Path(ends.enter_context(tempfile.TemporaryDirectory(prefix="rondo-chaos-")))
         disk = ends.enter_context(small_disk(DISK_BYTES)) if kind == "disk" else folder
-        run = ends.enter_context(ChaosRun(disk, settings(role, kind), engine=python if role == "engine" else None))
+        run = ends.enter_context(ChaosRun(disk, settings(role, kind), engine=python if role in ENGINES else None))
         for fault in faults:
             times = [struck(run, role, fault, disk) for _ in range(kills if fault == "sigkill" else 1)]
             found[fault] = {
@@ -206,6 +221,21 @@ def known(folder: Path) -> dict[str, dict[str, Cell]]:
     return found
 
 
+def merged(results: Path, of: dict[str, Any], done: dict[str, dict[str, Cell]]) -> dict[str, dict[str, Cell]]:
+    """The cells of `results` with those of `done` in their place, each with its load; none of another machine than `of`."""
+    before = json.loads(results.read_bytes()) if results.exists() else {}
+    same = before and all(before[name] == of[name] for name in ("processor", "cores"))
+    old = before["figures"]["roles"] if same else {}
+    found: dict[str, dict[str, Cell]] = {}
+    for role in VICTIMS:
+        for fault in FAULTS:
+            if fault in done.get(role, ()):
+                found.setdefault(role, {})[fault] = {"load": of["load_before"][0], **done[role][fault]}
+            elif fault in old.get(role, ()):
+                found.setdefault(role, {})[fault] = {"load": before["load_before"][0], **old[role][fault]}
+    return found
+
+
 def show(matrix: dict[str, dict[str, Cell]]) -> None:
     print("seen after + back after that, s\n" + f"{'role':<15}" + "".join(f"{fault:>17}" for fault in FAULTS))
     for role, row in matrix.items():
@@ -225,13 +255,18 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10, help="how often a role gets SIGKILL")
     parser.add_argument("--cells", type=Path, default=Path("runs/chaos"), help="where each cell is kept")
     parser.add_argument("--again", action="store_true", help="do cells that are there already once more")
+    venv = os.environ.get("SGLANG_VENV")
     parser.add_argument(
-        "--sglang-python", default="", help="a Python with SGLang; without, our own server in its dialect"
-    )
+        "--sglang-python", default=f"{venv}/bin/python" if venv else "",
+        help="a Python with SGLang (default: that of SGLANG_VENV); without, our own server in its dialect",
+    )  # fmt: skip
     options = parser.parse_args()
     options.cells.mkdir(parents=True, exist_ok=True)
+    about = machine()
     print(f"limits: {' '.join(LIMITS)}", flush=True)
     for role in options.role:
+        if role == "scheduler" and not options.sglang_python:  # our own server has none
+            continue
         there = set() if options.again else set(known(options.cells).get(role, ()))
         wanted = [fault for fault in FAULTS if fault in options.fault and fault not in there]
         for kind in dict.fromkeys(kind_of(role, fault) for fault in wanted):
@@ -241,18 +276,24 @@ def main() -> None:
             except Exception as error:  # noqa: BLE001 - that a run failed is a finding, not the benchmark's end
                 done = {fault: {"error": f"{type(error).__name__}: {error}"} for fault in together}
             for fault, cell in done.items():
+                cell["load"] = round(os.getloadavg()[0], 1)
                 (options.cells / f"{role}.{fault}.json").write_text(json.dumps(cell))
                 print(
                     f"{role:<15}{fault:<11}{'; '.join(fallen(role, fault, cell)) or 'good'}  {json.dumps(cell)}",
                     flush=True,
                 )
-    matrix = known(options.cells)
+    asked = {
+        role: {fault: cell for fault, cell in row.items() if fault in options.fault}
+        for role, row in known(options.cells).items()
+        if role in options.role
+    }
+    matrix = merged(RESULTS, about, asked)
     show(matrix)
     judged = {
         f"{role} {fault}": fallen(role, fault, cell) for role, row in matrix.items() for fault, cell in row.items()
     }
     bad = {name: wrong for name, wrong in judged.items() if wrong}
-    print(json.dumps({"roles": matrix, "fallen": bad, "limits": list(LIMITS)}))
+    print(json.dumps({"roles": matrix, "fallen": bad, "limits": list(LIMITS), "command": "rondo bench chaos"}))
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.chaos_faults import EAT, HANG, RAISE, strike
 from rondo.roles.actor import ActorRole
 from rondo.roles.advantages import AdvantagesRole
+from rondo.roles.critic import CriticRole
 from rondo.roles.forward import ActorForwardRole, ReferenceRole
 from rondo.roles.rollout import RolloutRole
 from rondo.runtime.records.timeline import Span
@@ -73,6 +74,11 @@ class ActorForward(ActorForwardRole):
 
 
 class Reference(ReferenceRole):
+    def __init__(self, ctx: WorkerContext) -> None:
+        super().__init__(_fails(ctx))
+
+
+class Critic(CriticRole):
     def __init__(self, ctx: WorkerContext) -> None:
         super().__init__(_fails(ctx))
 

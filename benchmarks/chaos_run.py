@@ -38,13 +38,23 @@ from benchmarks.chaos_faults import EAT, HANG, RAISE
 ROOT = Path(__file__).parents[1]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
 SITE = Path(__file__).with_name("chaos_site")
-PATIENCE_S = 300.0
+PATIENCE_S, SGLANG_S = 300.0, 1200.0
+"""For what a run says next; SGLang alone takes minutes to start on a busy processor."""
 SIGNALS = {
     "sigkill": signal.SIGKILL, "sigstop": signal.SIGSTOP, "exception": RAISE, "hang": HANG, "oom": EAT,
     "disk_full": signal.SIGKILL,
 }  # fmt: skip
+ENGINES = {"engine": "sglang.launch_server", "scheduler": "sglang::scheduler"}
+"""Processes of a server by a word of their command line."""
 _ROOM_BYTES = 64 << 20
 """Of new memory for a process that is to run out of it."""
+_SITE = """
+scopes = []  # what they hold lasts as long as this does
+for path in {paths!r}:
+    scopes.append({{"__name__": "sitecustomize"}})
+    exec(compile(open(path).read(), path, "exec"), scopes[-1])
+scopes[-1]["install"]()
+"""
 _SERVER = """
 import json, os, sys, tempfile
 from pathlib import Path
@@ -92,6 +102,7 @@ class ChaosRun(subprocess.Popen[str]):
 
     def __init__(self, folder: Path, sets: Sequence[str], *, engine: str | None = None) -> None:
         """engine: the Python of SGLang for an `engine` that is a server, or "" for this house's own server in its place."""
+        self._patience_s = SGLANG_S if engine else PATIENCE_S
         self.folder, self.run_dir = folder, folder / "quickstart"
         self.lines: list[Line] = []
         self._news: queue.SimpleQueue[Line | None] = queue.SimpleQueue()
@@ -117,8 +128,9 @@ class ChaosRun(subprocess.Popen[str]):
 
     # ---- what it says -----------------------------------------------------------------------------------------------
 
-    def until(self, wanted: Callable[[Line], bool], limit_s: float = PATIENCE_S) -> Line:
+    def until(self, wanted: Callable[[Line], bool], limit_s: float | None = None) -> Line:
         """The next line that is wanted. RuntimeError where the run ends before, TimeoutError where it does not come."""
+        limit_s = self._patience_s if limit_s is None else limit_s
         deadline = time.monotonic() + limit_s
         while True:
             while self._seen < len(self.lines):
@@ -136,7 +148,7 @@ class ChaosRun(subprocess.Popen[str]):
                 raise RuntimeError(f"a run must go on, got its end with {self.wait(PATIENCE_S)}:\n{last}")
             self.lines.append(line)
 
-    def steps(self, number: int, limit_s: float = PATIENCE_S) -> None:
+    def steps(self, number: int, limit_s: float | None = None) -> None:
         """Until so many more steps were told."""
         for _ in range(number):
             self.until(lambda line: line.kind == "step", limit_s)
@@ -162,9 +174,9 @@ class ChaosRun(subprocess.Popen[str]):
             leaves = [each for each in below if any("pool_worker" in word for word in each.cmdline())]
             parents = {each.ppid() for each in leaves}
             return next(each for each in leaves if each.pid not in parents)
-        if role == "engine":
+        if role in ENGINES:
             below = self._newest("rollout-0").children(recursive=True)
-            return next(each for each in below if "sglang.launch_server" in each.cmdline())
+            return next(each for each in below if any(ENGINES[role] in word for word in each.cmdline()))
         return self._newest(role if role in ("coordinator", "store") else f"{role}-0")
 
     def _newest(self, group: str) -> psutil.Process:
@@ -237,7 +249,7 @@ class ChaosRun(subprocess.Popen[str]):
         """Asks it to save and leave; its summary."""
         self.send_signal(signal.SIGTERM)
         with contextlib.suppress(RuntimeError):
-            self.until(lambda line: False, limit_s=PATIENCE_S)
+            self.until(lambda line: False)
         summary: dict[str, Any] = json.loads((self.run_dir / "summary.json").read_bytes())
         return summary | {"code": self.wait(PATIENCE_S)}
 
@@ -299,7 +311,11 @@ def _served(folder: Path, python: str) -> Iterator[str]:
         yield f"rollout.sglang.environment={json.dumps({'PYTHONPATH': paths})}"
         yield "rollout.sglang.checksums=False"
     else:
-        yield f"rollout.sglang.environment={json.dumps({'PYTHONPATH': str(ROOT / 'tests' / 'sglang' / 'shim')})}"
+        shim, site = ROOT / "tests" / "sglang" / "shim", folder / "site"
+        site.mkdir()
+        paths = (str(shim / "sitecustomize.py"), str(SITE.with_name("chaos_faults.py")))
+        (site / "sitecustomize.py").write_text(_SITE.format(paths=paths))
+        yield f"rollout.sglang.environment={json.dumps({'PYTHONPATH': f'{site}{os.pathsep}{shim}'})}"
     yield f"rollout.sglang.python={python}"
 
 

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from rondo.comm.weights.publisher import Publisher
+from rondo.comm.weights.publication import publish as publish_version
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.together import other_part
 from rondo.launch.check.trace import Tracer
@@ -45,6 +45,7 @@ from rondo.models.config import MeshConfig, ModelConfig
 from rondo.models.hf_folder import write_folder
 from rondo.models.load import empty_model
 from rondo.models.names import disk_groups
+from rondo.models.parallel.experts import experts_of
 from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.models.units import decoder_layers
 from rondo.roles.config import DataConfig, JobConfig, RewardConfig, RolloutConfig, TrainConfig
@@ -62,12 +63,13 @@ _CHILD = (
 @dataclass(frozen=True, slots=True)
 class Case:
     """A model, and how it is trained. copies: of the model, over which the ranks are divided. experts: of every layer, two of
-    which a token goes to; 0 for none. rows, tokens: of a micro-batch, of a row."""
+    which a token goes to; 0 for none. ep: ranks that share them out. rows, tokens: of a micro-batch, of a row."""
 
     layers: int = 36
     ranks: int = 4
     copies: int = 1
     experts: int = 0
+    ep: int = 1
     checkpointing: bool = False
     rows: int = 1
     tokens: int = 64
@@ -97,8 +99,8 @@ def job(folder: Path, case: Case) -> JobConfig:
         reward=RewardConfig(function=reward),
         rollout=RolloutConfig(prompts_per_step=1, samples_per_prompt=2, max_prompt_tokens=half, max_new_tokens=half),
         train=TrainConfig(
-            mesh=MeshConfig(dp_replicate=case.copies), micro_batch_tokens=size, log_prob_chunk_tokens=size, hot_snapshot=False,
-            activation_checkpointing=case.checkpointing,
+            mesh=MeshConfig(dp_replicate=case.copies, ep=case.ep), micro_batch_tokens=size, log_prob_chunk_tokens=size,
+            hot_snapshot=False, activation_checkpointing=case.checkpointing,
         ),
     )  # fmt: skip
 
@@ -219,9 +221,7 @@ def train(config: JobConfig, case: Case, slab: Segment, out: Path) -> None:
 def publish(trainer: Backend[Any], segment: Segment) -> None:
     slab = WeightSlab(segment, 1)
     if dist.get_rank() == 0:
-        publisher = Publisher(slab, beside=trainer.publishing)
-        publisher.copy(0, attempt=0, version=1, tensors=trainer.weights())
-        publisher.close()
+        publish_version(slab, 0, attempt=0, version=1, tensors=trainer.weights(), beside=trainer.publishing)
     elif trainer.mesh.replica == 0:
         other_part(slab, trainer.weights(), trainer.publishing, attempt=0, version=1)
 
@@ -257,15 +257,17 @@ def measure(case: Case) -> dict[str, Any]:
         traced, activations = json.loads(told)
         config = job(out, case)
         model = empty_model(str(config.model.path))
-        layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
-        parameters = sum(p.numel() for p in model.parameters())
+        layers, parameters = decoder_layers(model), sum(p.numel() for p in model.parameters())
+        apart = {id(p) for module in experts_of(model).values() for p in module.parameters()}
+        units = [sum(p.numel() // (case.ep if id(p) in apart else 1) for p in layer.parameters()) for layer in layers]
+        outside = parameters - sum(p.numel() for layer in layers for p in layer.parameters())
         num_bytes = slab_bytes(4 * parameters, 1000, 1)
         descriptor = os.memfd_create("weights")
         os.posix_fallocate(descriptor, 0, num_bytes)
         with Segment("weights", num_bytes, descriptor) as slab:
             fork(out, case.ranks, lambda: train(config, case, slab, out))
         found = [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(case.ranks)]
-    largest = 4 * max(*layers, parameters - sum(layers))
+    largest = 4 * max(*units, outside)
     must = 16 * parameters // shards + 2 * largest + activations
     mib = 1 << 20
     print(f"{parameters:,} parameters on {case.ranks} ranks; a rank must hold {must // mib:,} MiB, of which:")

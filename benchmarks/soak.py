@@ -11,8 +11,10 @@ raised, and printed. The run is stopped after `--minutes`, and must have saved.
     accounts    samples admitted, trained, lost, trained twice, by the journal; every step told
     leftover    processes of the run, its folder in the temporary directory, names in /dev/shm
     growth      of anonymous memory, descriptors and threads, kind by kind: a line fitted to all lives of its processes, each
-                with a level of its own and from its first minute on, and the error of its slope. Flat is what grows by less than
-                10 % of its memory in an hour, by less than one descriptor or thread, or by no more than twice its error
+                with a level of its own, and the error of its slope; of memory from the first minute on, of the others over the
+                last third of each life. Flat is what grows by no more than twice its error; by less than 10 % of its memory in
+                an hour, or 8 MB, whichever is more; by less than one descriptor or thread in an hour; and threads whose highest
+                number is within a default pool, which fills as it is needed, of their lowest
 
 Undisturbed runs are kept, and a rerun does those that are missing. The last line is one JSON object.
 """
@@ -23,6 +25,7 @@ import argparse
 import contextlib
 import json
 import math
+import os
 import random
 import statistics
 import tempfile
@@ -44,6 +47,10 @@ T_975 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 """Student's quantile for 1, 2, ... degrees of freedom."""
 FLAT = {"memory": 0.1, "descriptors": 1.0, "threads": 1.0}
 """Of the memory that it has; of descriptors and threads in numbers; an hour."""
+FLOOR_BYTES = 8e6
+"""An hour: Python takes memory by arenas of 1 MiB, and two of them in a life of a quarter of an hour tell of no leak."""
+POOL = min(32, (os.cpu_count() or 1) + 4)
+"""Threads of the pool that every event loop of Python has."""
 Sample = tuple[float, float, float, float]
 """Age of the process in seconds, bytes of anonymous memory, descriptors, threads."""
 
@@ -71,11 +78,15 @@ class Looks:
         for kind in sorted({kind for kind, _ in self.lives}):
             lives = [[s for s in life if s[0] >= SETTLED_S] for (name, _), life in self.lives.items() if name == kind]
             for at, what in enumerate(FLAT, start=1):
-                fitted = fit([[(sample[0], sample[at]) for sample in life] for life in lives])
+                begin = 0.0 if what == "memory" else 2 / 3
+                fitted = fit([[(s[0], s[at]) for s in life[int(begin * len(life)) :]] for life in lives])
                 if fitted is not None:
                     level, slope, error = fitted[0], fitted[1] * HOUR_S, fitted[2] * HOUR_S
-                    most = FLAT[what] * (level if what == "memory" else 1.0)
-                    told = {"level": level, "an_hour": slope, "error": error, "flat": slope <= max(most, 2 * error)}
+                    most = max(FLAT[what] * level, FLOOR_BYTES) if what == "memory" else FLAT[what]
+                    numbers = [sample[at] for life in lives for sample in life]
+                    filling = what == "threads" and max(numbers) - min(numbers) <= POOL
+                    told = {"level": level, "an_hour": slope, "error": error, "highest": max(numbers)}
+                    told["flat"] = filling or slope <= max(most, 2 * error)
                     found.setdefault(kind, {})[what] = told
         return found
 

@@ -53,8 +53,10 @@ def chaos(f: Figures) -> Iterator[Row]:
     cells = {(role, fault): cell for role, row in f["roles"].items() for fault, cell in row.items()}
     kills = {role: cell for (role, fault), cell in cells.items() if fault == "sigkill"}
     seen = [cell["worst_detect_s"] * 1e3 for cell in kills.values()]
+    loads = [cell["load"] for cell in cells.values() if "load" in cell]
+    at = f" (at loads of {min(loads):.0f} to {max(loads):.0f})" if loads else ""
     yield (
-        "SIGKILL of each kind of process, ten times each, in runs of the quick start: the latest of each seen after",
+        f"SIGKILL of each kind of process, ten times each, in runs of the quick start{at}: the latest of each seen after",
         f"{min(seen):.0f} to {max(seen):.0f} ms",
     )
     yield "ready again after, median", ", ".join(f"{role} {cell['back_s']:.1f} s" for role, cell in kills.items())
@@ -103,6 +105,23 @@ def soak(f: Figures) -> Iterator[Row]:
         f"samples lost, trained twice there ({f['samples_trained']:,} trained); left behind; what grows of memory, descriptors, "
         f"threads of {len(f['growth'])} kinds of process",
         f"{f['samples_lost']}, {f['samples_trained_twice']}; {len(f['left']) or 'nothing'}; {', '.join(growing) or 'nothing'}",
+    )
+
+
+def hostile(f: Figures) -> Iterator[Row]:
+    phases = {
+        "malformed": "10,000 malformed requests and frames",
+        "crowd": "1,000 callers at once",
+        "slow": "200 heads without end",
+    }
+    yield (
+        "a live run beside "
+        + ", ".join(phases.values())
+        + ", and beside nobody: the longest that an answer to `/livez` took; a step's median; samples lost, trained twice",
+        ", ".join(f"{f[name]['probe_worst_ms'] / 1000:.2f} s" for name in (*phases, "quiet"))
+        + "; "
+        + ", ".join(f"{f[name]['step_s']:.3f} s" for name in (*phases, "quiet"))
+        + f"; {f['run']['samples_lost']}, {f['run']['samples_trained_twice']}",
     )
 
 
@@ -356,11 +375,48 @@ def media(f: Figures) -> Iterator[Row]:
     )
 
 
-def router_replay(f: Figures) -> Iterator[Row]:
-    yield (
-        f"router replay, of a step's processor time ({f['pairs']} pairs, 95 % interval); gap with and without",
-        f"{f['share']:.1%} ({f['share_low']:.1%} to {f['share_high']:.1%}); {f['gap_with']:.4f} and {f['gap_without']:.4f} nats",
-    )
+def experts(f: Figures) -> Iterator[Row]:
+    if meshes := f.get("meshes"):
+        worst = [max(of[name] for of in meshes.values()) for name in ("grad_diff", "loss_diff", "norm_diff")]
+        yield (
+            f"experts over 4 gloo ranks ({', '.join(meshes)}) against one process: largest difference of a gradient, the loss, "
+            "the norm; state after ep 2 -> 1 -> 2; the all-to-alls' part of a step, ranks waiting in them on two cores",
+            f"{', '.join(f'{each:.0e}' for each in worst)}; {'equal to the bit' if f['ep_reshard_equal'] else 'different'}; "
+            + ", ".join(f"{of['exchange_share']:.0%}" for of in meshes.values()),
+        )
+    if learnt := f.get("learnt"):
+        of_seeds = [[of["gaps"][where] for of in learnt.values()] for where in ("one process", "2 x 2 ranks")]
+        yield (
+            f"router replay (R3): log-prob gap of a float32 trainer and an engine in {f['engine']}, without and with it, of "
+            f"mixtures that have learnt to write bytes, mean of {len(learnt)} seeds, in one process; on 2 x 2 ranks",
+            "; ".join(
+                "{:.4f} and {:.4f} nats".format(
+                    *(statistics.mean(g[name] for g in gaps) for name in ("without", "with"))
+                )
+                for gaps in of_seeds
+            )
+            + f" ({f['r3_gap_reduction']:.0%} less)",
+        )
+        names = ("less_with_routes", "less_with_weights", "less_with_outputs")
+        yield (
+            "how much less the gap of two forwards in these precisions is with the routes of the other, its weights of experts "
+            "too, the outputs of its layers of experts, beyond which no replay goes; routes that the two choose apart",
+            ", ".join(f"{statistics.mean(of[name] for of in learnt.values()):.0%}" for name in names)
+            + f"; {statistics.mean(of['routes_apart'] for of in learnt.values()):.1%}",
+        )
+    if "pairs" in f:
+        yield (
+            f"its cost, of a step's processor time ({f['pairs']} pairs, 95 % interval)",
+            f"{f['r3_cost_median']:.1%} ({f['r3_cost_lower']:.1%} to {f['r3_cost_upper']:.1%})",
+        )
+    if told := f.get("memory"):
+        yield (
+            f"the most that one of 4 ranks holds in a step of {f['parameters'] / 1e9:.2f} B parameters, 16 experts a layer, by "
+            "`ep`; traced before, over that",
+            "; ".join(
+                f"{n} {of['step_bytes'] / 2**20:,.0f} MiB, {1 + of['trace_error']:.2f}x" for n, of in told.items()
+            ),
+        )
 
 
 def staleness(f: Figures) -> Iterator[Row]:
@@ -368,6 +424,32 @@ def staleness(f: Figures) -> Iterator[Row]:
         "quick start by `max_staleness`, three seeds each, runs kept in docs/staleness.csv: reward of the last tenth of 100 "
         "steps; steps a second",
         ", ".join(f"{name}: {row['reward']:.3f}; {row['steps_per_s']:.1f}" for name, row in f.items()),
+    )
+
+
+def algorithms(f: Figures) -> Iterator[Row]:
+    yield (
+        "quick start by algorithm, `max_staleness` behind its mode, runs kept in docs/algorithms.csv: gain of the sampled reward "
+        "of held-out prompts, mean of (so many) seeds. Cells come from several invocations, most of them on a busy machine: the "
+        "command and its load are those of the last",
+        "; ".join(
+            f"{name} "
+            + ", ".join(f"{mode} {statistics.fmean(of['gain']):.2f} ({len(of['gain'])})" for mode, of in modes.items())
+            for name, modes in f.items()
+        ),
+    )
+
+
+def lora(f: Figures) -> Iterator[Row]:
+    def told(side: str, size: str) -> str:
+        *_, reward = f[side]["reward_by_step"].values()
+        (before, after), *_ = f[side]["held_out"]
+        return f"{reward:.2f}, {before:.2f} to {after:.2f}, {f[side]['step_s']:.2f} s, {f[size]:,}"
+
+    yield (
+        "quick start's base, the whole model and then adapters, seed 0: reward of the last ten steps, of held-out prompts, time "
+        "of a step, bytes of a version",
+        f"{told('full', 'full_bytes')}; {told('lora', 'adapter_bytes')}",
     )
 
 
@@ -381,11 +463,13 @@ def sglang_weights(f: Figures) -> Iterator[Row]:
 
 ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("start", start), ("chaos", chaos), ("scale", scale), ("soak", soak), ("faults", faults), ("strangers", strangers),
+    ("hostile", hostile),
     ("autoscale", autoscale), ("calls", calls),
     ("trl", trl), ("trl_pretrained", trl_pretrained), ("shared_prompts", shared_prompts), ("paper", paper),
     ("generation", generation), ("serve", serve), ("dispatch", dispatch), ("sglang_weights", sglang_weights), ("ring", ring),
     ("bus", bus), ("growth", growth), ("link", link), ("weights", weights), ("fit", fit), ("omni", omni), ("media", media),
-    ("router_replay", router_replay), ("staleness", staleness),
+    ("experts", experts), ("experts_gap", experts), ("experts_memory", experts), ("staleness", staleness),
+    ("algorithms", algorithms), ("lora", lora),
 )  # fmt: skip
 
 
@@ -398,8 +482,9 @@ def table(results: Path) -> str:
         if not path.exists():
             continue
         kept = orjson.loads(path.read_bytes())
-        by = f"`{kept['command']}`; {kept['load_before'][0]:.1f}, {kept['load_after'][0]:.1f}"
-        for number, (what, figure) in enumerate(rows(kept["figures"])):
+        figures = kept["figures"]  # they name a command where they are of several, each of a part of it
+        by = f"`{figures.get('command', kept['command'])}`; {kept['load_before'][0]:.1f}, {kept['load_after'][0]:.1f}"
+        for number, (what, figure) in enumerate(rows(figures)):
             lines.append(f"| {what} | {figure} | {'as above' if number else by} |")
         machines.setdefault(_machine(kept), []).append(name)
     told = [f"{', '.join(names)}: {machine}" for machine, names in machines.items()]

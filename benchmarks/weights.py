@@ -41,7 +41,7 @@ from rondo.comm.links.config import LinkConfig
 from rondo.comm.ring.ring import ring_bytes
 from rondo.comm.weights.delta import apply, encode
 from rondo.comm.weights.held import Held, Published, VersionId
-from rondo.comm.weights.publisher import Publisher
+from rondo.comm.weights.publication import publish
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.sums import bucket_sum
 from rondo.models.optimizer import make_optimizer
@@ -98,7 +98,6 @@ def shared_memory(dtype: torch.dtype, num_bytes: int, repetitions: int, num_thre
     total = sum(tensor.nbytes for tensor in tensors.values())
     memory = Memory(slab_bytes(total, len(tensors), 2))
     slab = WeightSlab(memory, 2)
-    publisher = Publisher(slab, bucket_bytes=_BUCKET_BYTES, num_threads=num_threads)
     # The limit: the same bytes, out of torch's memory into a segment of the same kind.
     target, source = np.frombuffer(Memory(total).view(), np.uint8), torch.ones(total, dtype=torch.uint8).numpy()
     command = [sys.executable, "-m", "benchmarks.weights", "--reader", str(memory.fd), "2", str(num_threads)]
@@ -121,9 +120,12 @@ def shared_memory(dtype: torch.dtype, num_bytes: int, repetitions: int, num_thre
 
             tell([version % 2, version])
             began = time.perf_counter()
-            copied = publisher.copy(version % 2, attempt=0, version=version, tensors=tensors.items())
+            published = publish(
+                slab, version % 2, attempt=0, version=version, tensors=tensors.items(), bucket_bytes=_BUCKET_BYTES,
+                num_threads=num_threads,
+            )  # fmt: skip
             trainer_s = time.perf_counter() - began
-            tell(copied.id.checksum)
+            tell(published.checksum)
             assert int(child.stdout.readline()) == len(tensors)
             if version:  # the first one warms up
                 for name, seconds in zip(times, (*limits, trainer_s, time.perf_counter() - began), strict=True):
@@ -132,7 +134,6 @@ def shared_memory(dtype: torch.dtype, num_bytes: int, repetitions: int, num_thre
         child.stdin.close()
         child.wait()
         pool.shutdown()
-        publisher.close()
     share = statistics.median(one / all_ for one, all_ in zip(times["memcpy"], times["proved"], strict=True))
     pause = statistics.median(one / own for one, own in zip(times["memcpy"], times["copy"], strict=True))
     rates = {f"{name}_gb_s": round(total / statistics.median(found) / 1e9, 2) for name, found in times.items()}

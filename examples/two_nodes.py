@@ -30,7 +30,7 @@ from rondo.comm.links import LinkReceiver, LinkSender, Mirror
 from rondo.comm.ring.records import Column
 from rondo.comm.ring.ring import RingTail, RingView, RingWriter, ring_bytes
 from rondo.comm.ring.words import drain, new_doorbell
-from rondo.comm.weights import Held, Publisher, receive_version, send_version
+from rondo.comm.weights import Held, Published, publish, receive_version, send_version
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.runtime.actors.actor import serve
 from rondo.runtime.actors.ref import ActorRef
@@ -116,26 +116,23 @@ def weights(step: int) -> dict[str, torch.Tensor]:
     return {"model.embed_tokens.weight": made.view(1024, -1), "model.norm.weight": torch.ones(1024)}
 
 
-async def publish(store: tuple[str, int], meeting: ActorRef) -> None:
+async def send_weights(store: tuple[str, int], meeting: ActorRef) -> None:
     groups = ProcessGroups(store, "actor-0/0", 1, meeting)
     group = await groups.join(SPEC, deadline_s=60.0)
     print(f"group: epoch {group.epoch.number}, rank {group.rank} of {group.size}", flush=True)
     num_bytes = sum(tensor.nbytes for tensor in weights(0).values())
-    slab = WeightSlab(memory(slab_bytes(num_bytes, 2, 2)), 2)
-
-    def to_others(version: Any, before: Any) -> None:
-        sent = send_version(group, version, base=before)
-        how = "a delta" if sent.by_delta else "whole"
+    slab, before = WeightSlab(memory(slab_bytes(num_bytes, 2, 2)), 2), None
+    for version in range(2):
+        slot = version % 2
+        id = publish(slab, slot, attempt=0, version=version, tensors=weights(version).items())
+        published = Published.in_slab(slab, slot, id)
+        # On a thread of its own: in a run beside the next training step.
+        sent = await asyncio.to_thread(send_version, group, published, base=before)
+        how, before = "a delta" if sent.by_delta else "whole", published
         print(
             f"weights: version {sent.id.version} as {how}, {sent.sent_bytes:,} of {sent.version_bytes:,} bytes",
             flush=True,
         )
-
-    publisher = Publisher(slab, [to_others])  # on a thread of its own, beside the next training step
-    for version in range(2):
-        copied = publisher.copy(version % 2, attempt=0, version=version, tensors=weights(version).items())
-        await asyncio.wrap_future(copied.sent)
-    publisher.close()
     await groups.close()
 
 
@@ -178,7 +175,7 @@ async def here() -> int:
     ) as server:  # in a run: the coordinator
         pipe.send(json.dumps([store.port, server.address]))
         with ActorRef(server.address, token=TOKEN, peer="meeting") as meeting:
-            await publish(("127.0.0.1", store.port), meeting)
+            await send_weights(("127.0.0.1", store.port), meeting)
     await asyncio.to_thread(other.join)
     return other.exitcode or 0
 

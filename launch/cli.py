@@ -55,10 +55,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser, verbs = _parser()
     if arguments and not arguments[0].startswith("-") and arguments[0] not in verbs:
-        print(
-            f"VERB must be one of {', '.join(verbs)}, got {arguments[0]!r}. {_similar(arguments[0], verbs)}",
-            file=sys.stderr,
-        )
+        from rondo.runtime.errors import did_you_mean
+
+        advice = did_you_mean(arguments[0], verbs, "Run `rondo --help`")
+        print(f"VERB must be one of {', '.join(verbs)}, got {arguments[0]!r}. {advice}", file=sys.stderr)
         return EXIT_USAGE
     options = vars(parser.parse_args(arguments))
     from rondo.runtime.errors import ConfigError, RondoError
@@ -84,10 +84,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 @contextmanager
 def _stops_clear_up() -> Iterator[None]:
     """A signal that ends this process leaves the body first, as Ctrl-C does, so that nothing of it stays on the disk. A run hears
-    these signals itself, from its first process to its last."""
-    stops = [
-        each for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1) if signal.getsignal(each) is signal.SIG_DFL
-    ]
+    these signals itself, from its first process on, and to the end of the body."""
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)}
+    stops = [each for each, handler in before.items() if handler is signal.SIG_DFL]
     heard: list[int] = []
 
     def leave(number: int, frame: object) -> None:
@@ -100,8 +99,8 @@ def _stops_clear_up() -> Iterator[None]:
     try:
         yield
     finally:
-        for each in stops:
-            signal.signal(each, signal.SIG_DFL)
+        for each, handler in before.items():
+            signal.signal(each, handler)
         if heard:
             os.kill(os.getpid(), heard[0])
 
@@ -146,9 +145,11 @@ def sft(config: Path, sets: Sequence[str], *, plain: bool) -> int:
     with _begun(config, sets) as (settings, nursery):
         if settings.sft is None:
             raise ConfigError(f"sft must be set for `rondo sft`, got nothing. Add sft=SftConfig(...) to {config}")
-        from rondo.launch.train import TrainOptions, fine_tune
+        from rondo.launch.config import override
+        from rondo.launch.train import TrainOptions, main
 
-        return fine_tune(settings, TrainOptions(config, (), plain), nursery)
+        alone = override(settings, ["job=sft", f"name={settings.name}-sft"])
+        return main(alone, TrainOptions(config, (), plain), nursery)
 
 
 def check(config: Path, sets: Sequence[str], **machines: Any) -> int:
@@ -278,7 +279,7 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     add("role", metavar="ROLE", help="rollout, or another one that keeps no state")
     add("num_replicas", metavar="N", type=int, help="how many there are to be")
     add = verb("restart", _in(ask, "restart"), "Replace the replicas of a role, one after another.", elastic)
-    add("role", metavar="ROLE", help="rollout, or another one that keeps no state")
+    add("roles", metavar="ROLE", nargs="+", help="rollout, actor, or any other; several one after another")
     add = verb("resume", _in("rondo.launch.train", "resume"), "Go on with a run from its newest checkpoint.", run)
     _add_sets(add, "place roles otherwise than before: --set groups.1.processes=2")
     text = "go on with data, packages or code that are not those the run began with"
@@ -297,11 +298,16 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     add("second", metavar="RUN_B", type=Path)
     text = "compare which samples were trained, and their order, alone"
     add("--ids", dest="ids_only", action="store_true", help=text)
-    text = "Write the weights of a checkpoint as a Hugging Face folder."
+    text = "Write the weights of a checkpoint as a Hugging Face folder, or its adapter as one that peft loads."
     add = verb("export", _in("rondo.launch.export", "main"), text)
     add("source", metavar="RUN|CHECKPOINT", type=Path, help="of a run its newest checkpoint")
     add("out", metavar="OUT", type=Path, help="a folder that is not there yet")
     add("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
+    add(
+        "--merged",
+        action="store_true",
+        help="of a run that trains adapters: its whole model, the adapter merged into it",
+    )
     _add_checkpoint(add)
     text = "Evaluate a checkpoint, or any model, on evaluation sets."
     add = verb("eval", _in("rondo.launch.evaluate", "main"), text, plain)
@@ -352,6 +358,13 @@ def _add_serving(add: Callable[..., Any]) -> None:
         ("--num-slots", int, 32, "sequences that are decoded at once"),
         ("--max-length", int, None, length),
         ("--token-file", Path, None, "a file (mode 0600) with the bearer token; default: one of its own"),
+        (
+            "--tls-cert",
+            Path,
+            None,
+            "a certificate (PEM), with those that lead to its root behind it: TLS, 1.2 or newer",
+        ),
+        ("--tls-key", Path, None, "its key (PEM, mode 0600, without a password)"),
         ("--served-model-name", str, None, "the model's name in answers; default: MODEL"),
     ):
         shown = "" if default is None else f" (default {default})"
@@ -407,13 +420,6 @@ def _target(
             f"--nodes and memory must be greater than 0 and --devices at least 0, got {shown}. Correct them"
         )
     return Target(num_nodes, devices, int((device_gib or 0) * _GIB), int(memory_gib * _GIB))
-
-
-def _similar(word: str, known: Sequence[str]) -> str:
-    import difflib
-
-    matches = difflib.get_close_matches(word, known, n=1)
-    return f"Did you mean {matches[0]!r}?" if matches else "Run `rondo --help`"
 
 
 def _kill(text: str, config: RunConfig) -> tuple[str, int]:

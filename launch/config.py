@@ -60,6 +60,8 @@ class RunConfig(JobConfig):
 
     def derive(self) -> None:
         super().derive()
+        if self.job != "rl" and (trains := self.group_of("actor")) is not None:
+            self.__dict__.update(groups=(trains.model_copy(update={"roles": ("actor",)}),), roles={})
         # Where generation and training take turns the data are on-policy unless asked otherwise. The field stays
         # "not set", so that `override` derives it anew when the groups change.
         if "max_staleness" not in self.model_fields_set and self.group_of("actor") is self.group_of("rollout"):
@@ -67,8 +69,12 @@ class RunConfig(JobConfig):
 
     def refused(self) -> Iterator[str]:
         yield from super().refused()
-        yield from self._weights_meet_no_samples()
+        if self.job == "rl":
+            yield from self._weights_meet_no_samples()
         yield from self._groups_make_no_run()
+        if self.job != "rl":
+            yield from self._groups_are_not_deterministic() if self.deterministic else ()
+            return
         yield from self._roles_are_not_used()
         yield from self._servers_have_other_devices()
         yield from self._replicas_are_not_scaled()
@@ -108,35 +114,72 @@ class RunConfig(JobConfig):
                 yield (
                     f"roles must name roles of the run, got {role!r}, which no group holds. Add it to a group, or remove it"
                 )
-        for role in ("rollout", "actor", "advantages"):
+        for role in ("rollout", "actor", "advantages") if self.job == "rl" else ("actor",):
             if self.group_of(role) is None:
                 yield (
                     f"groups must hold the role {role!r}, got {', '.join(names)} without it. "
-                    "Use one of rondo.launch.modes: colocate(), hybrid(), fully_async()"
+                    "Use one of rondo.launch.modes: colocate(), hybrid(), fully_async(), or trainer() for a job without rollouts"
                 )
 
-        trains = self.group_of("actor")
-        if trains is not None:
+        meshes = {"actor": self.train.mesh} | ({"critic": self.critic.mesh} if self.critic is not None else {})
+        for trained, mesh in meshes.items():
+            trains = self.group_of(trained)
             try:
-                self.train.mesh.shape(trains.processes)
+                if trains is not None:
+                    mesh.shape(trains.processes)
             except ConfigError as error:
-                yield str(error)
+                text = str(error)
+                yield (
+                    text
+                    if trained == "actor"
+                    else text.replace("train.mesh", "critic.mesh").replace("actor's", "critic's")
+                )
 
     def _roles_are_not_used(self) -> Iterator[str]:
         algorithm, reference, actor_fwd = self.algorithm, self.group_of("reference"), self.group_of("actor_fwd")
         needed = algorithm.needs_reference
-        if needed and reference is None:
+        if needed and reference is None and not self.computes_reference:
             yield (
                 "groups must hold the role 'reference' when algorithm.kl_coef is not 0, "
                 f"got kl_coef {algorithm.kl_coef:g} without it. Add the role to the groups, or set algorithm.kl_coef=0"
+            )
+        if reference is not None and self.computes_reference:
+            yield (
+                "groups must not hold the role 'reference' with train.lora, where it is the base without its adapters, which the "
+                f"trainer has, got it in {reference.name!r}. Remove the role"
             )
         if reference is not None and not needed:
             yield (
                 "groups must not hold the role 'reference' when algorithm.kl_coef is 0, "
                 f"got it in {reference.name!r}. Remove the role, or set algorithm.kl_coef above 0"
             )
+        teacher = self.group_of("teacher")
+        if (self.distillation is None) != (teacher is None):
+            yield (
+                "groups must hold the role 'teacher' with distillation, and without it must not, got "
+                + (f"it in {teacher.name!r}" if teacher is not None else "distillation without it")
+                + ". Add one, or remove the other"
+            )
+        yield from self._judge_is_placed()
+        critic = self.group_of("critic")
+        if algorithm.needs_critic and critic is None:
+            yield (
+                f"groups must hold the role 'critic' with algorithm.name {algorithm.name!r}, whose advantages are made of its "
+                "values, got none. Add it (critic=True in modes.colocate and hybrid, critic_processes in fully_async)"
+            )
+        if critic is not None and not algorithm.needs_critic:
+            yield (
+                f"groups must not hold the role 'critic' with algorithm.name {algorithm.name!r}, which has no values, got it in "
+                f"{critic.name!r}. Remove the role, or set algorithm.name to 'ppo'"
+            )
         source = self.old_log_probs(has_actor_fwd=actor_fwd is not None)
-        if actor_fwd is not None and source != "actor_fwd":
+        asks = self.distillation is not None and self.distillation.asks_policy
+        if asks and actor_fwd is None:
+            yield (
+                "groups must hold the role 'actor_fwd' with distillation.support 'student' or 'union', since it finds the "
+                "policy's likeliest tokens, got none. Add the role, or set distillation.support to 'teacher'"
+            )
+        if actor_fwd is not None and source != "actor_fwd" and not asks:
             reason = (
                 "when max_staleness is 0 and train.optimizer_steps_per_batch is 1, where the trainer's own log-probs are the "
                 "old ones"
@@ -146,6 +189,37 @@ class RunConfig(JobConfig):
             yield (
                 f"groups must not hold the role 'actor_fwd' {reason}, got it in {actor_fwd.name!r}. "
                 "Remove the role, or set algorithm.old_log_probs='actor_fwd'"
+            )
+
+        train = self.train
+        later = train.epochs > 1 or (source == "self" and train.optimizer_steps_per_batch > 1)
+        if train.router_replay == "r2" and actor_fwd is None and not later:
+            yield (
+                "train.router_replay must not be 'r2' where a row goes through one forward alone, its loss's own, got it without "
+                "the role 'actor_fwd' and with train.epochs 1. Add the role to the groups, raise train.epochs, or set "
+                "train.router_replay to 'r3' or 'off'"
+            )
+
+    def _judge_is_placed(self) -> Iterator[str]:
+        judge, group = self.genrm, self.group_of("genrm")
+        if (judge is not None and not judge.urls) != (group is not None):
+            yield (
+                "groups must hold the role 'genrm' with genrm.model, which it serves, and without it must not, got "
+                + (f"it in {group.name!r}" if group is not None else "genrm.model without it")
+                + ". Add one (genrm=True in modes.colocate, genrm_replicas in hybrid and fully_async), or remove the other"
+            )
+        if judge is None or group is None:
+            return
+        if judge.sglang is not None and (judge.sglang.python is None or group.roles != ("genrm",)):
+            yield (
+                "genrm.sglang must have python, and the role 'genrm' in a group of its own, whose devices its server takes, got "
+                f"{judge.sglang.python!r} and the roles {', '.join(group.roles)}. Set it, or place the role elsewhere"
+            )
+        takes = 1 if judge.sglang is None else judge.sglang.tensor_parallel
+        if group.roles == ("genrm",) and group.devices not in (0, takes):
+            yield (
+                f"groups[{group.name}].devices must be 0, or the {takes} that a process of the judge takes (genrm.sglang."
+                f"tensor_parallel; 1 without sglang), got {group.devices}. Change one of them"
             )
 
     def _servers_have_other_devices(self) -> Iterator[str]:
@@ -258,6 +332,7 @@ def load(path: Path | str, sets: Sequence[str] = ()) -> RunConfig:
     config = override(config, sets) if sets else config
     named = {
         "model.path": config.model.path,
+        "critic.path": config.critic.path if config.critic is not None else None,
         **{f"{name}.path": data.path for name, data in config.named_data().items()},
     }
     for setting, value in named.items():

@@ -41,8 +41,8 @@ def differences(run: Path, config: RunConfig) -> Differences:
     environment = read_json(run / "environment.json")
     data = None
     if (run / FINGERPRINTS).is_file():
-        # There is a checkpoint: what demonstrations show has been learnt.
-        with Elsewhere(config.model_copy(update={"sft": None})) as opened:
+        # There is a checkpoint: what the demonstrations of a warm-up show has been learnt.
+        with Elsewhere(config if config.job != "rl" else config.model_copy(update={"sft": None})) as opened:
             data = opened.answer(_LIMIT_S)
     changes = [*_of_versions(environment), *_of_code(run, environment), *_of_data(run, data)]
     notes = [

@@ -30,6 +30,7 @@ from typing import Any
 from rondo.launch import train
 from rondo.launch.code import belonging_to
 from rondo.launch.config import RunConfig, load, override, resolve, unresolve
+from rondo.launch.export import adapters_of
 from rondo.launch.plan import group_specs
 from rondo.launch.report.records import evaluation_records, read_records
 from rondo.launch.report.status import ask
@@ -83,7 +84,9 @@ def main(
     with _weights(meant) as model, Nursery() as nursery:
         settings = settings_of(meant.settings, model, only, sets)
         specs = tuple(
-            replace(spec, roles=(_ROLE,)) for spec in group_specs(settings) if spec.role_names == ("rollout",)
+            replace(spec, roles=(_ROLE,)) if spec.role_names == ("rollout",) else spec
+            for spec in group_specs(settings)
+            if spec.role_names in (("rollout",), ("genrm",))
         )
         options = train.TrainOptions(meant.module, plain=plain, trains=False)
         with train.prepared(settings, f"{settings.name}-eval", options, nursery, specs, num_steps=0) as (run, admin):
@@ -157,7 +160,9 @@ def _weights(meant: Meant) -> Iterator[str]:
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=parent) as folder:
         out = Path(folder).resolve() / "hf"
-        command = [sys.executable, "-m", "rondo.launch.cli", "export", str(meant.checkpoint), str(out)]
+        run, _ = checkpoint_of(meant.checkpoint, None)
+        merged = ["--merged"] if adapters_of(run) is not None else []
+        command = [sys.executable, "-m", "rondo.launch.cli", "export", str(meant.checkpoint), str(out), *merged]
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # torch stays out of this process
         if done.returncode:
             raise RondoError(done.stderr.strip() or f"rondo export ended with {done.returncode}")
@@ -167,7 +172,7 @@ def _weights(meant: Meant) -> Iterator[str]:
 def settings_of(settings: RunConfig, model: str, only: Sequence[str] = (), sets: Sequence[str] = ()) -> RunConfig:
     """Those of a run that evaluates `model` on the evaluation sets `only`, all without, as `settings` evaluate; with `--set`
     changes. What trains has none of their devices, and is not started."""
-    source = settings.group_of("rollout")
+    source = settings.group_of("rollout") or settings.group_of("actor")  # of a job without rollouts
     if settings.evaluation is None:
         raise ConfigError(
             "the settings must have evaluation sets, got none. Add evaluation=EvalConfig(...), or name a module that has it with "
@@ -192,8 +197,12 @@ def settings_of(settings: RunConfig, model: str, only: Sequence[str] = (), sets:
         },
         {"name": "actor", "roles": ["actor", "advantages"]},
     ]  # fmt: skip
+    judges = settings.group_of("genrm")
+    if judges is not None:
+        held = {name: getattr(judges, name) for name in ("processes", "replicas", "threads", "devices")}
+        groups.append({"name": "genrm", "roles": ["genrm"], **held})
     less = {
-        "num_steps": 1, "max_staleness": 0, "sft": None, "roles": {}, "algorithm": {}, "admin": {},
+        "job": "rl", "num_steps": 1, "max_staleness": 0, "sft": None, "dpo": None, "roles": {}, "algorithm": {}, "admin": {},
         "train": {"hot_snapshot": False} | {name: tree["train"][name] for name in ("dtype", "micro_batch_tokens")},
         "bus": {name: value for name, value in tree["bus"].items() if name != "partitions"},
     }  # fmt: skip

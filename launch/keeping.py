@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.comm.bus.evaluations import ASKED
-from rondo.launch.report.records import evaluation_figures, read_records
+from rondo.launch.report.records import evaluation_figures, is_step, read_records
 from rondo.launch.rundir import BEST, point, read_json, write_json
 from rondo.roles.config import AfterSaveConfig, BestConfig, TrainConfig
 from rondo.runtime.checkpoints import MARKER, complete, rotate, version_of
@@ -51,7 +51,7 @@ class Values:
 
     def add(self, record: Mapping[str, Any]) -> None:
         """A record of metrics.jsonl or events.jsonl, in their order."""
-        if "reward_mean" in record and "step" in record:
+        if is_step(record):
             version = int(record["version"])
             # It is only now made: what is known of it, or of a later one, was of an attempt that was given up.
             self.by_version = {known: value for known, value in self.by_version.items() if known < version}

@@ -1,11 +1,13 @@
-"""Modes: three functions that list role groups. A mode is nothing else; any other list of groups is as good.
+"""Modes: functions that list role groups. A mode is nothing else; any other list of groups is as good.
 
     colocate()                        one group with every role: generation and training take turns
     hybrid(rollout_replicas=2)        rollout replicas, and one group with everything that trains and scores
     fully_async(rollout_replicas=2)   a group each
+    trainer(processes=8)              one group that trains, for a job without rollouts
 
-A role is listed only where asked for: a reference is needed only where a KL coefficient is not 0, `actor_fwd` only
-where old log-probs cannot be the trainer's own. Each function returns the groups that `RunConfig(groups=...)` takes.
+A role is listed only where asked for: a reference is needed only where a KL coefficient is not 0, `actor_fwd` only where old
+log-probs cannot be the trainer's own, a teacher only with `distillation`, `genrm` only for a judge that the run serves, a critic
+where advantages are made of its values. Each function returns the groups that `RunConfig(groups=...)` takes.
 """
 
 from __future__ import annotations
@@ -14,10 +16,19 @@ from rondo.launch.groups import RoleGroup, RoleName
 
 
 def colocate(
-    *, processes: int = 1, threads: int = 1, devices: int = 0, reference: bool = False, actor_fwd: bool = False
+    *,
+    processes: int = 1,
+    threads: int = 1,
+    devices: int = 0,
+    reference: bool = False,
+    actor_fwd: bool = False,
+    teacher: bool = False,
+    genrm: bool = False,
+    critic: bool = False,
 ) -> tuple[RoleGroup, ...]:
     """Processes that hold every role each: all generate, then all train their part of the step together."""
-    roles: tuple[RoleName, ...] = ("rollout", "actor", "advantages", *_scoring(reference, actor_fwd))
+    beside = _beside(reference, actor_fwd, teacher, critic)
+    roles: tuple[RoleName, ...] = ("rollout", "actor", "advantages", *beside, *(("genrm",) if genrm else ()))
     return (RoleGroup(name="actor", roles=roles, processes=processes, threads=threads, devices=devices),)
 
 
@@ -31,12 +42,18 @@ def hybrid(
     devices: int = 0,
     reference: bool = False,
     actor_fwd: bool = False,
+    teacher: bool = False,
+    genrm_replicas: int = 0,
+    genrm_threads: int = 1,
+    genrm_devices: int = 0,
+    critic: bool = False,
 ) -> tuple[RoleGroup, ...]:
-    """Rollout replicas beside one group that trains and, while it waits, scores."""
-    roles: tuple[RoleName, ...] = ("actor", "advantages", *_scoring(reference, actor_fwd))
+    """Rollout replicas, and those of a judge, beside one group that trains and, while it waits, scores."""
+    roles: tuple[RoleName, ...] = ("actor", "advantages", *_beside(reference, actor_fwd, teacher, critic))
     return (
         _replicas("rollout", rollout_replicas, rollout_threads, rollout_devices),
         RoleGroup(name="actor", roles=roles, processes=processes, threads=threads, devices=devices),
+        *((_replicas("genrm", genrm_replicas, genrm_threads, genrm_devices),) if genrm_replicas else ()),
     )
 
 
@@ -55,11 +72,30 @@ def fully_async(
     actor_fwd_replicas: int = 0,
     actor_fwd_threads: int = 1,
     actor_fwd_devices: int = 0,
+    teacher_replicas: int = 0,
+    teacher_processes: int = 1,
+    teacher_threads: int = 1,
+    teacher_devices: int = 0,
+    genrm_replicas: int = 0,
+    genrm_threads: int = 1,
+    genrm_devices: int = 0,
+    critic_processes: int = 0,
+    critic_threads: int = 1,
+    critic_devices: int = 0,
 ) -> tuple[RoleGroup, ...]:
-    """A group for each role; 0 replicas leave a scoring role out."""
-    scoring: tuple[tuple[RoleName, int, int, int], ...] = (
-        ("reference", reference_replicas, reference_threads, reference_devices),
-        ("actor_fwd", actor_fwd_replicas, actor_fwd_threads, actor_fwd_devices),
+    """A group for each role; 0 replicas leave a scoring role out, 0 processes the critic."""
+    critic = RoleGroup(
+        name="critic",
+        roles=("critic",),
+        processes=critic_processes or 1,
+        threads=critic_threads,
+        devices=critic_devices,
+    )
+    scoring: tuple[tuple[RoleName, int, int, int, int], ...] = (
+        ("reference", reference_replicas, reference_threads, reference_devices, 1),
+        ("actor_fwd", actor_fwd_replicas, actor_fwd_threads, actor_fwd_devices, 1),
+        ("teacher", teacher_replicas, teacher_threads, teacher_devices, teacher_processes),
+        ("genrm", genrm_replicas, genrm_threads, genrm_devices, 1),
     )
     return (
         _replicas("rollout", rollout_replicas, rollout_threads, rollout_devices),
@@ -68,12 +104,24 @@ def fully_async(
         ),
         _replicas("advantages", advantages_replicas),
         *(_replicas(*role) for role in scoring if role[1]),
+        *((critic,) if critic_processes else ()),
     )
 
 
-def _replicas(role: RoleName, replicas: int, threads: int = 1, devices: int = 0) -> RoleGroup:
-    return RoleGroup(name=role, roles=(role,), replicas=replicas, threads=threads, devices=devices)
+def trainer(*, processes: int = 1, threads: int = 1, devices: int = 0) -> tuple[RoleGroup, ...]:
+    """Processes that train and do nothing else, for a `job` without rollouts."""
+    return (RoleGroup(name="actor", roles=("actor",), processes=processes, threads=threads, devices=devices),)
 
 
-def _scoring(reference: bool, actor_fwd: bool) -> tuple[RoleName, ...]:
-    return (*(("reference",) if reference else ()), *(("actor_fwd",) if actor_fwd else ()))
+def _replicas(role: RoleName, replicas: int, threads: int = 1, devices: int = 0, processes: int = 1) -> RoleGroup:
+    return RoleGroup(name=role, roles=(role,), replicas=replicas, processes=processes, threads=threads, devices=devices)
+
+
+def _beside(reference: bool, actor_fwd: bool, teacher: bool, critic: bool) -> tuple[RoleName, ...]:
+    wanted: dict[RoleName, bool] = {
+        "reference": reference,
+        "actor_fwd": actor_fwd,
+        "teacher": teacher,
+        "critic": critic,
+    }
+    return tuple(role for role, is_wanted in wanted.items() if is_wanted)

@@ -13,8 +13,8 @@ import orjson
 from rondo.comm.bus.accounts import Rules
 from rondo.comm.bus.transitions import CoordinatorConfig
 from rondo.launch.config import RunConfig
-from rondo.launch.groups import RoleGroup
-from rondo.roles.streams import base_columns, media_bytes, row_bytes, streams_of
+from rondo.launch.groups import TRAINED, RoleGroup
+from rondo.roles.streams import base_columns, media_bytes, row_bytes, sampled_bytes, streams_of
 from rondo.runtime.supervision.spec import GroupSpec
 
 ROLE_CLASSES: Mapping[str, str] = {
@@ -22,8 +22,13 @@ ROLE_CLASSES: Mapping[str, str] = {
     "actor": "rondo.roles.actor:ActorRole",
     "actor_fwd": "rondo.roles.forward:ActorForwardRole",
     "reference": "rondo.roles.forward:ReferenceRole",
+    "teacher": "rondo.roles.teacher:TeacherRole",
+    "genrm": "rondo.roles.genrm:GenrmRole",
     "advantages": "rondo.roles.advantages:AdvantagesRole",
+    "critic": "rondo.roles.critic:CriticRole",
 }
+JOB_CLASS = "rondo.roles.supervised:SupervisedRole"
+"""What the actor's processes run in a job without rollouts."""
 
 
 def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
@@ -33,14 +38,15 @@ def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
 
 def spec_of(config: RunConfig, group: RoleGroup, name: str) -> GroupSpec:
     """One replica of a role group."""
+    classes = ROLE_CLASSES if config.job == "rl" else {"actor": JOB_CLASS}
     return GroupSpec(
         name=name,
         role=group.name,
         num_processes=group.processes,
-        roles=tuple(config.roles.get(role, ROLE_CLASSES[role]) for role in group.roles),
+        roles=tuple(config.roles.get(role, classes[role]) for role in group.roles),
         threads=group.threads,
         role_names=group.roles,
-        saves="actor" in group.roles and config.train.hot_snapshot,
+        saves=not set(TRAINED).isdisjoint(group.roles) and config.train.hot_snapshot,
     )
 
 
@@ -67,19 +73,19 @@ def first_devices(groups: Iterable[RoleGroup]) -> dict[str, int]:
 
 def coordinator_config(config: RunConfig, num_rows: int, routed_bytes: int = 0) -> CoordinatorConfig:
     """The rules of this run, which `CoordinatorConfig.load` reads back from their JSON. num_rows: rows to train on, which
-    `num_passes` turns into the end of the data; routed_bytes: what a sample has for the experts of each of its tokens."""
+    `num_passes` turns into the end of the data; routed_bytes: of the experts of a token."""
     roles = {role for group in config.groups for role in group.roles}
     rollout, passes, evaluation = config.rollout, config.data.num_passes, config.evaluation
     actor, source = config.group_of("actor"), config.group_of("rollout")
-    assert actor is not None and source is not None
+    assert actor is not None
     rules = Rules(
         num_steps=config.num_steps,
         groups_per_step=rollout.prompts_per_step,
         samples_per_group=rollout.samples_per_prompt,
         max_staleness=config.max_staleness,
         base_columns=base_columns(config),
-        streams=streams_of(config, roles),
-        row_bytes=row_bytes(rollout, routed_bytes),
+        streams=streams_of(config, roles, routed_bytes),
+        row_bytes=row_bytes(config, sampled_bytes(config, routed_bytes)),
         media_bytes=media_bytes(config),
         num_slots=config.num_weight_slots,
         spare_groups=rollout.spare_groups,
@@ -94,7 +100,7 @@ def coordinator_config(config: RunConfig, num_rows: int, routed_bytes: int = 0) 
         publisher=actor.replica_names()[0],
         rollout_ring_bytes=config.bus.ring_bytes,
         column_ring_bytes=config.bus.column_ring_bytes,
-        rollout_groups=source.replica_names(),
+        rollout_groups=source.replica_names() if source is not None else (),
         ranks={name: group.processes for group in config.groups for name in group.replica_names()},
         lease_deadline_s=rollout.lease_deadline_s,
         straggler_deadline_s=rollout.straggler_deadline_s,
@@ -102,7 +108,7 @@ def coordinator_config(config: RunConfig, num_rows: int, routed_bytes: int = 0) 
         evaluate_end=evaluation is not None and evaluation.at_end,
         evaluate_every=evaluation.every if evaluation is not None else None,
         num_pinned=config.num_pinned,
-        min_engines=rollout.min_engines,
+        min_engines=rollout.min_engines if source is not None else 0,
         min_engines_deadline_s=rollout.min_engines_deadline_s,
         below_min_engines=rollout.below_min_engines,
     )

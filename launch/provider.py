@@ -18,6 +18,7 @@ import orjson
 from aiohttp import web
 from pydantic import Field
 
+from rondo.launch.report.records import is_step
 from rondo.launch.report.timeline import chrome_trace, newest_steps, parse_steps, read_run, spans_of_steps
 from rondo.runtime.actors.broadcast import Broadcast
 from rondo.runtime.actors.ref import ActorRef
@@ -60,6 +61,8 @@ class RunProvider:
         self._waits: list[dict[str, Any]] = []
         self._bus: dict[str, Any] = {}
         self._last_step: dict[str, Any] = {}
+        self._critic: dict[str, Any] = {}  # figures of its newest step
+        self._judged: dict[str, Mapping[str, Any]] = {}  # rollout process -> what it said last of its judge
         self._clock = clock
         self._seen: SupervisorView | None = None
         self._seen_at = 0.0
@@ -98,7 +101,11 @@ class RunProvider:
         return self._refs[name]
 
     def on_event(self, record: Mapping[str, Any]) -> None:
-        if "reward_mean" in record:
+        if "critic" in record:
+            self._critic = {f"critic_{name}": value for name, value in record["critic"].items()}
+        if "genrm" in record:
+            self._judged[record["source"]] = record["genrm"]
+        if is_step(record):
             self._last_step = dict(record)
         self._broadcast.publish(dict(record))
 
@@ -119,7 +126,12 @@ class RunProvider:
         return {"ready": ready, "healthy": seen.phase != "failing"} | {
             "step": self._last_step.get("step"), "version": self._last_step.get("version", self._bus.get("version")),
             "attempt": self._bus.get("attempt"),
-        } | ({"failing": failing} if (failing := self._bus.get("failing") or below) else {})  # fmt: skip
+        } | self._judge() | ({"failing": failing} if (failing := self._bus.get("failing") or below) else {})  # fmt: skip
+
+    def _judge(self) -> dict[str, float]:
+        """What all rollout processes together say of their judge, as `GenrmStats` has it; nothing without one."""
+        names = [name for told in self._judged.values() for name in told]
+        return {f"judge_{name}": sum(told.get(name, 0) for told in self._judged.values()) for name in names}
 
     def roles(self) -> Any:
         return [asdict(group) for group in self._snapshot().groups]
@@ -149,9 +161,12 @@ class RunProvider:
         return list(read_lines(lines[1 if before else 0 :][-_NUM_SAMPLES:], files[-1]))
 
     def metrics(self) -> Mapping[str, Any]:
-        figures = {name: value for name, value in self._last_step.items() if isinstance(value, int | float)}
+        figures = {
+            name: value for name, value in (self._last_step | self._critic).items() if isinstance(value, int | float)
+        }
         groups = self._snapshot().groups
         partitions = self._bus.get(_PARTITIONS, {}).items()
+        figures |= self._judge()
         return figures | {
             "partition_rows": {"partition": {name: part["rows"] for name, part in partitions}},
             "partition_live_bytes": {"partition": {name: part["live_bytes"] for name, part in partitions}},

@@ -34,6 +34,7 @@ import orjson
 from rondo.runtime import formats
 from rondo.runtime.checkpoints import MARKER, check_format, complete, newest_complete, version_of
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.records.record import write_whole
 from rondo.runtime.records.telling import telling
 
 FORMAT = "format.json"
@@ -254,16 +255,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, data: Any, mode: int = 0o644) -> None:
-    """Writes a whole file or none, also where the power fails: aside first, flushed, then renamed over."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
-            file.write(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
-        aside.replace(path)
-    finally:
-        aside.unlink(missing_ok=True)
+    """Writes a whole file or none, also where the power fails."""
+    write_whole(path, orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n", mode)
 
 
 def environment(run: Path) -> dict[str, Any]:

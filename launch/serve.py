@@ -14,6 +14,7 @@ import gc
 import os
 import secrets
 import signal
+import ssl
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from typing import Any
 
 import uvloop
 
+from rondo.runtime.admin.tls import server_context
 from rondo.runtime.admin.tokens import read_token_file
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.config import is_loopback
@@ -45,6 +47,8 @@ class ServeOptions:
     num_slots: int = 32
     max_length: int | None = None
     token_file: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
     served_model_name: str | None = None
 
 
@@ -52,11 +56,12 @@ def main(options: ServeOptions) -> int:
     """Serves until SIGTERM or SIGINT, then answers what is in flight; a second signal ends it at once. ConfigError for what
     cannot be served."""
     _check(options)
+    tls = server_context(options.tls_cert, options.tls_key, ("--tls-cert", "--tls-key"))
     path = model_folder(options.model)
     with _token(options.token_file) as (token, token_path):
         loaded = _load(options, path)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(_serve(options, path, token, token_path, loaded))
+            return runner.run(_serve(options, path, token, token_path, tls, loaded))
 
 
 def model_folder(model: str) -> str:
@@ -67,6 +72,11 @@ def model_folder(model: str) -> str:
     checkpoint = newest_complete(run / "checkpoints")
     if checkpoint is None:
         raise ConfigError(f"MODEL must be a run with a whole checkpoint, got {run} without one. Wait for it to save")
+    if not (checkpoint / "hf").is_dir():
+        raise ConfigError(
+            f"MODEL must be a run whose newest checkpoint has a Hugging Face folder, got {checkpoint} without: it was saved "
+            f"during the run, or is of adapters. Write one: `rondo export {run} OUT`, with --merged for adapters"
+        )
     return str(checkpoint / "hf")
 
 
@@ -104,6 +114,7 @@ def _load(options: ServeOptions, path: str) -> tuple[Any, Any, dict[str, Any]]:
     import torch
 
     from rondo.models.load import end_ids, load_config, load_model, load_tokenizer
+    from rondo.models.logprobs import score_tokens
     from rondo.models.published import own_weights
     from rondo.roles.engines.embedded.embedded import slot_engine
 
@@ -119,11 +130,17 @@ def _load(options: ServeOptions, path: str) -> tuple[Any, Any, dict[str, Any]]:
     slots = slot_engine(model, num_slots=options.num_slots, max_length=length)
     gc.freeze()  # what was loaded stays, and is never walked again: that would hold up all callers
     told = {"max_length": length, "stop_token_ids": end_ids(path, tokenizer), "dtype": dtype}
-    return slots, tokenizer, told | {"weights": functools.partial(own_weights, model)}
+    own = {"weights": functools.partial(own_weights, model), "scores": functools.partial(score_tokens, model)}
+    return slots, tokenizer, told | own
 
 
 async def _serve(
-    options: ServeOptions, path: str, token: str, token_path: Path, loaded: tuple[Any, Any, dict[str, Any]]
+    options: ServeOptions,
+    path: str,
+    token: str,
+    token_path: Path,
+    tls: ssl.SSLContext | None,
+    loaded: tuple[Any, Any, dict[str, Any]],
 ) -> int:
     from rondo.roles.engines.embedded.embedded import EmbeddedEngine
     from rondo.roles.serve.app import listening
@@ -132,14 +149,16 @@ async def _serve(
 
     slots, tokenizer, told = loaded
     thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="compute")
-    engine = EmbeddedEngine(slots, functools.partial(asyncio.get_running_loop().run_in_executor, thread))
+    on_thread = functools.partial(asyncio.get_running_loop().run_in_executor, thread)
+    engine = EmbeddedEngine(slots, on_thread)
+    told["scores"] = functools.partial(on_thread, told["scores"])  # between two turns of the engine
     name = options.served_model_name or options.model
     try:
         async with prompt_work(path) as work:
             service = Service(engine, tokenizer, work, name, model_path=path, **told)
             asked = _signals()
             own, given = ([token], []) if options.token_file is None else ([], [token])
-            async with listening(service, own, options.host, options.port, given=given) as url:
+            async with listening(service, own, options.host, options.port, given=given, tls=tls) as url:
                 print(f"serving {name} at {url}  token: {token_path}", flush=True)
                 await asked.wait()
                 print("ends: answers what is in flight; a second signal ends it at once", file=sys.stderr, flush=True)

@@ -27,6 +27,7 @@ from typing import Any
 import uvloop
 
 from rondo.comm.bus.serve import CONFIG as COORDINATOR_CONFIG
+from rondo.launch.autoscale.routes import mount as mount_autoscaler
 from rondo.launch.autoscale.watch import autoscaler
 from rondo.launch.check.check import require
 from rondo.launch.check.estimate import routed_bytes
@@ -62,8 +63,8 @@ from rondo.runtime.supervision.supervisor import Supervisor, stop_signals
 
 _PLOT_LIMIT_S = 120.0
 _STEPS_S = 2.0
-MODEL = "model"
-"""Where a model that a function builds lies in the run directory."""
+MODEL, TEACHERS, GENRM = "model", "teachers", "judge"
+"""Where a model that a function builds lies in the run directory; each such teacher below, by its name; such a judge."""
 _PLACES = ("groups", "supervision", "admin", "preemption", "autoscale")
 """Settings that say where and under whose eyes a run works, and not what it trains."""
 
@@ -122,16 +123,6 @@ def resume_or_start(config: RunConfig, options: TrainOptions, nursery: Nursery) 
         return main(config, options, nursery)
     nursery.close()  # it works where this command was given, and not where the run began
     return resume(newest, options=options)
-
-
-def fine_tune(config: RunConfig, options: TrainOptions, nursery: Nursery) -> int:
-    """`rondo sft`: the warm-up as a job of its own, on the actor's processes alone. Its result is a checkpoint."""
-    actor = config.group_of("actor")
-    assert actor is not None
-    group = GroupSpec("sft-0", "sft", actor.processes, ("rondo.roles.sft:SftRole",), actor.threads)
-    placed = {"extra": {"sft-0": 0} if actor.devices else {}, "ranks": {"sft-0": actor.processes}}
-    with prepared(config, f"{config.name}-sft", options, nursery, (group,), **placed) as (run, admin):
-        return _run(config, run, options, admin, nursery, (group,), attempt=0)
 
 
 def resume(
@@ -235,13 +226,16 @@ def _run(
     *,
     attempt: int,
 ) -> int:
-    started = time.time()
-    with _stops_kept() as asked:
-        outcome = supervised(config, run, options, admin, nursery, groups, attempt=attempt, asked=asked)
-        with telling("steps"):
-            Records(run.path).advance(final=True)
-        with telling("summary"):
-            _sum_up(run.path, outcome, time.time() - started, started)
+    started, asked = time.time(), _keep_stops()
+    outcome = supervised(config, run, options, admin, nursery, groups, attempt=attempt, asked=asked)
+    with telling("steps"):
+        Records(run.path).advance(final=True)
+    with telling("summary"):
+        _sum_up(run.path, outcome, time.time() - started, started)
+    newest = newest_complete(run.checkpoints)
+    for made in ("hf", "adapter"):
+        if newest is not None and (newest / made).is_dir():
+            say(f"result: {newest / made}")
     say(f"run directory: {run.path}")
     if outcome.exit_code == 75:
         say(f"stopped before the end: `rondo resume {run.path}` goes on")
@@ -284,21 +278,13 @@ def _sum_up(run: Path, outcome: Outcome, wall_s: float, started: float) -> None:
             say(line)
 
 
-@contextmanager
-def _stops_kept() -> Iterator[list[str]]:
-    """Signals that ask for a stop while no supervisor listens: those from before its start are kept for it, and those that
-    come while the summary is written end nothing any more."""
+def _keep_stops() -> list[str]:
+    """Signals that ask for a stop, from now on: those from before a supervisor listens are for it, and those that come while the
+    summary is written and all is cleared up end nothing any more, until the command is over (`cli.py`)."""
     asked: list[str] = []
-
-    def keep(number: int, frame: object) -> None:
-        asked.append(signal.Signals(number).name)
-
-    before = {number: signal.signal(number, keep) for number in stop_signals()}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    for each in stop_signals():
+        signal.signal(each, lambda number, frame: asked.append(signal.Signals(number).name))
+    return asked
 
 
 @contextmanager
@@ -341,8 +327,22 @@ def _prepare(
     if config.model.recipe is not None:
         model_path = MODEL
         shutil.move(facts.model_path, run.path / MODEL)
+    teachers = dict(facts.teacher_paths)
+    for name, teacher in config.distillation.named().items() if config.distillation is not None else ():
+        if teacher.model is not None and teacher.model.recipe is not None:
+            teachers[name] = f"{TEACHERS}/{name}"
+            (run.path / TEACHERS).mkdir(exist_ok=True)
+            shutil.move(facts.teacher_paths[name], run.path / TEACHERS / name)
+    genrm = facts.genrm_path
+    if config.genrm is not None and config.genrm.model is not None and config.genrm.model.recipe is not None:
+        assert genrm is not None
+        shutil.move(genrm, run.path / GENRM)
+        genrm = GENRM
     devices = first_devices(config.groups) | dict(extra or {})
-    found = {"model_path": model_path, "first_devices": devices, "num_devices": facts.num_devices}
+    found = {
+        "model_path": model_path, "teachers": teachers, "genrm": genrm, "first_devices": devices,
+        "num_devices": facts.num_devices,
+    }  # fmt: skip
     write_json(run.path / PREPARED, found)
     rules = coordinator_config(config, facts.num_rows, routed_bytes(config, facts.shape))
     rules = replace(rules, ranks={**rules.ranks, **(ranks or {})})
@@ -392,6 +392,7 @@ async def _supervise(
             loop.call_soon_threadsafe(on_event, events.write({"kind": kind, "source": "supervisor", **data}))
 
     every = config.evaluation.every if config.evaluation is not None else None
+    every = config.own.evaluate_every if config.own is not None else every
     keeper = Keeper(run.path, config.train, tell, evaluates_every=every, load_s=config.supervision.load_s)
     listeners.append(keeper.on_event)
     keeping = asyncio.create_task(keeper.run())
@@ -412,10 +413,12 @@ async def _supervise(
             fixed = groups != group_specs(config)
             scaler = Scaler(supervisor, config, run.path, tell, provider.proved, provider.ref, fixed=fixed)
             beside.append(asyncio.create_task(scaler.run()))
+            scales = None
             if config.autoscale is not None and not fixed:
                 scales = autoscaler(config.autoscale, scaler, tell)
                 listeners.append(scales.on_event)
                 beside.append(asyncio.create_task(scales.run()))
+            mount_autoscaler(admin, scaler, scales)
             mount(admin, scaler, tuple(role for group in config.groups for role in group.roles))
             port = await admin.start(listening)
             say(f"run directory: {run.path}  admin: {admin.url}")

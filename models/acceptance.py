@@ -17,10 +17,11 @@ import numpy as np
 import torch
 
 from rondo.models.attention import choose, choose_for_towers
-from rondo.models.logprobs import response_log_probs
+from rondo.models.logprobs import response_log_probs, response_values
 from rondo.models.packing import Packing, Sequence
 from rondo.models.towers import listening
 from rondo.models.trials import differs, logits_of, trial
+from rondo.models.value_head import value_head_of
 from rondo.runtime.errors import ConfigError
 
 _PROMPT, _ANSWERS = 5, (13, 13, 4)
@@ -52,7 +53,10 @@ def accept(model: Any, *, attn: str = "sdpa", dtype: str = "float32") -> Packing
         try:
             packed = replace(packing, attn="sdpa").pack(rows, train=True).to(device)
             with listening(model) as calls:
-                found, _ = response_log_probs(model, packed, chunk_tokens=7)
+                values = value_head_of(model) is not None
+                found = (
+                    response_values(model, packed) if values else response_log_probs(model, packed, chunk_tokens=7)[0]
+                )
         except (
             IndexError,
             RuntimeError,
@@ -63,12 +67,7 @@ def accept(model: Any, *, attn: str = "sdpa", dtype: str = "float32") -> Packing
             ) from error
     choose_for_towers(model, calls, dtype)
     expected = torch.cat(
-        [
-            torch.log_softmax(logits[_PROMPT - 1 : -1], -1).gather(1, torch.from_numpy(one)[_PROMPT:, None].to(device))[
-                :, 0
-            ]
-            for logits, one in zip(alone, tokens, strict=True)
-        ]
+        [_of_answer(logits[_PROMPT - 1 : -1], one, values) for logits, one in zip(alone, tokens, strict=True)]
     )
     gap = float((found - expected).abs().max())
     if not gap <= _NATS:
@@ -77,3 +76,11 @@ def accept(model: Any, *, attn: str = "sdpa", dtype: str = "float32") -> Packing
             "Choose a model of another family"
         )
     return packing
+
+
+def _of_answer(logits: torch.Tensor, tokens: np.ndarray, values: bool) -> torch.Tensor:
+    """[answer]: log-probs of a sequence's answer, or what a value head gives there."""
+    if values:
+        return logits[:, 0]
+    targets = torch.from_numpy(tokens)[_PROMPT:, None].to(logits.device)
+    return torch.log_softmax(logits, -1).gather(1, targets)[:, 0]

@@ -13,7 +13,8 @@ called may try again.
         trainer.json   number of processes, learning rates
         index.json     whatever the caller gave as `extra`
         ...            what the caller wrote `beside` them
-        hf/            optional: config, safetensors, tokenizer, processor files
+        hf/            optional: config, safetensors, tokenizer, processor files; of a model with adapters, of which alone
+        adapter/       the shards are, these in peft's form
         COMPLETE
 """
 
@@ -22,7 +23,7 @@ from __future__ import annotations
 import functools
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,16 +35,24 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from rondo.models.hf_folder import write_folder
+from rondo.models.hf_folder import write_adapter, write_folder
 from rondo.models.load import empty_model, generation_config
-from rondo.models.names import disk_dtypes, disk_groups, local_part, memory_tensors, to_disk, with_local_part
+from rondo.models.names import (
+    adapter_tensors,
+    disk_dtypes,
+    disk_groups,
+    local_part,
+    memory_tensors,
+    to_disk,
+    with_local_part,
+)
 from rondo.models.published import weights_on_first
 from rondo.models.state import named_tensors, options, random_states, set_options, set_random_states
 from rondo.runtime.checkpoints import MARKER, NoRoom, check_format, flush, flush_tree, free_bytes, is_full, publish
 from rondo.runtime.errors import CorruptData, PeerGone, RondoError
 from rondo.runtime.memory.to_host import to_host
 
-SHARDS, TRAINER, EXTRA, HF = "shards", "trainer.json", "index.json", "hf"
+SHARDS, TRAINER, EXTRA, HF, ADAPTER = "shards", "trainer.json", "index.json", "hf", "adapter"
 Beside = Callable[[Path], None]
 """Writes files of the caller's own into the folder of a checkpoint, before it is marked."""
 Held = tuple[Mapping[str, torch.Tensor], Mapping[str, Any]]
@@ -112,18 +121,29 @@ def save(
     """Write the checkpoint `folder` (`step_000050`, on storage that all ranks share). Collective when sharded, on the CPU over
     `group`.
 
-    `extra` is any JSON object; of it and `beside`, rank 0's count. With `tokenizer_path` the checkpoint holds a Hugging Face
-    folder `hf` too. Raises NoRoom.
+    `extra` is any JSON object; of it and `beside`, rank 0's count. With `tokenizer_path`, that of the model's folder, the
+    checkpoint holds what others load of it too: a Hugging Face folder `hf`, or `adapter`. Raises NoRoom.
     """
 
-    def write_hf(aside: Path) -> None:
-        if tokenizer_path is not None:
-            _write_hf(
-                aside / HF, model, tokenizer_path, "float32", weights_on_first(model, "float32", beside=_group(group))
-            )
+    adapters = adapter_tensors(model)
 
-    num_bytes = _hf_bytes(model, "float32") if tokenizer_path is not None else 0
-    _write(folder, Staged(_state(model, optimizer), options(optimizer)), extra, group, beside, write_hf, num_bytes)
+    def write_result(aside: Path) -> None:
+        if tokenizer_path is not None and not adapters:
+            tensors = weights_on_first(model, "float32", beside=_group(group))
+            _write_hf(aside / HF, model, tokenizer_path, "float32", tensors)
+        elif tokenizer_path is not None and _rank() == 0:
+            write_adapter(aside / ADAPTER, model, tokenizer_path, "float32")
+
+    written = adapters.values() if adapters else model.parameters()
+    num_bytes = _folder_bytes(written, "float32") if tokenizer_path is not None else 0
+    _write(folder, Staged(_state(model, optimizer), options(optimizer)), extra, group, beside, write_result, num_bytes)
+
+
+def add_result(folder: Path, model: Any, tokenizer_path: str, *, group: dist.ProcessGroup | None = None) -> None:
+    """What `save` adds with `tokenizer_path`, to a checkpoint that lacks it (collective). Raises NoRoom."""
+    export, name = (write_adapter_folder, ADAPTER) if adapter_tensors(model) else (export_hf, HF)
+    if not (folder / name).exists():
+        export(folder / name, model, tokenizer_path, group=group)
 
 
 def _state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
@@ -284,9 +304,35 @@ def export_hf(
     It holds the tokenizer of `tokenizer_path`, and for a multimodal model the processor's files. The thinker of a whole
     Qwen3-Omni becomes a folder of the thinker alone, whose weights keep their names (`thinker.*`).
     """
+    if tensors is None:
+        tensors = weights_on_first(model, dtype, beside=_group(group))
+    write = functools.partial(_write_hf, model=model, tokenizer_path=tokenizer_path, dtype=dtype, tensors=tensors)
+    _replace(folder, write, _folder_bytes(model.parameters(), dtype), group)
+
+
+def write_adapter_folder(
+    folder: Path,
+    model: Any,
+    base: str,
+    *,
+    dtype: str = "float32",
+    group: dist.ProcessGroup | None = None,
+    tensors: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """The same of the adapter alone, as peft loads it beside its `base`."""
+
+    def write(aside: Path) -> None:
+        if _rank() == 0:
+            write_adapter(aside, model, base, dtype, tensors)
+
+    _replace(folder, write, _folder_bytes(adapter_tensors(model).values(), dtype), group)
+
+
+def _replace(folder: Path, write: Callable[[Path], None], num_bytes: int, group: dist.ProcessGroup | None) -> None:
+    """`folder` as all ranks `write` it aside, in the place of what was there."""
     aside = _aside(folder)
     ranks = _Ranks(group, folder.parent)
-    ranks.needed_bytes = _hf_bytes(model, dtype)
+    ranks.needed_bytes = num_bytes
 
     def begin() -> None:
         shutil.rmtree(aside, ignore_errors=True)
@@ -299,12 +345,20 @@ def export_hf(
         aside.rename(folder)
         flush(folder.parent)
 
-    if tensors is None:
-        tensors = weights_on_first(model, dtype, beside=_group(group))
     with _removed_after_a_failure(aside):
         ranks.first(begin)
-        ranks.all(functools.partial(_write_hf, aside, model, tokenizer_path, dtype, tensors))
+        ranks.all(functools.partial(write, aside))
         ranks.first(finish)
+
+
+def read_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Fill `weights` (names in memory, on the CPU) out of the checkpoint `folder`, in one process. CorruptData for one that has
+    not all of them, or others."""
+    found = {f"model.{name}": tensor for name, tensor in weights.items()}
+    _check_whole(folder)
+    _check(folder, found, "model.")
+    with _single_process_allowed():
+        dcp.load(found, checkpoint_id=folder / SHARDS)
 
 
 def export(folder: Path, out: Path, model_path: str, *, dtype: str = "float32") -> None:
@@ -337,9 +391,9 @@ def _stored(shards: Path, model: Any, dtype: str) -> Iterator[tuple[str, torch.T
         pending = []
 
 
-def _hf_bytes(model: Any, dtype: str) -> int:
-    """About what a Hugging Face folder takes."""
-    return sum(parameter.numel() for parameter in model.parameters()) * getattr(torch, dtype).itemsize
+def _folder_bytes(tensors: Iterable[torch.Tensor], dtype: str) -> int:
+    """About what a folder of these takes."""
+    return sum(tensor.numel() for tensor in tensors) * getattr(torch, dtype).itemsize
 
 
 def _local_bytes(tensors: Mapping[str, torch.Tensor]) -> int:

@@ -1,7 +1,8 @@
-"""Settings of the model: where its Hugging Face folder comes from, in which precision it is served, on which ranks it trains.
+"""Settings of the model: where its Hugging Face folder comes from, in which precision it is served, on which ranks it trains, and
+its adapters.
 
-Owns the choice between an existing folder and one that is built, and the shape of a mesh. Does not own the model's shape (its
-config.json does) nor how it is trained (`roles/config/`). Imports no torch.
+Owns the choice between an existing folder and one that is built, the shape of a mesh, and which adapters are trained. Does not
+own the model's shape (its config.json does) nor how it is trained (`roles/config/`). Imports no torch.
 
     ModelConfig(path="Qwen/Qwen3-0.6B")
     ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"num_layers": 2})
@@ -9,6 +10,7 @@ config.json does) nor how it is trained (`roles/config/`). Imports no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -19,6 +21,7 @@ from rondo.runtime.section import FunctionRef, Section
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Attn = Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"]
+ALL_LINEAR = "all-linear"
 GGUF = "rondo.models.gguf:build"
 """What writes the folder of a `model.path` that ends so."""
 
@@ -31,16 +34,60 @@ class MeshConfig(Section):
     gathered with every micro-batch; each takes a whole copy's memory."""
     dp_shard: int | None = Field(None, ge=1)
     """Ranks that one copy is cut over; None: all that there are."""
+    ep: int = Field(1, ge=1)
+    """Of a mixture of experts: over how many neighbouring ranks of a copy the experts of a layer are shared out. Tokens come to
+    them, where with 1 all experts of a layer are gathered on every rank with every micro-batch."""
 
     def shape(self, num_ranks: int) -> tuple[int, int]:
-        """(dp_replicate, dp_shard) of so many ranks. ConfigError where they are others."""
+        """(dp_replicate, dp_shard) of so many ranks. ConfigError where they are others, or cannot be dealt out `ep` by `ep`."""
         shard = self.dp_shard or max(1, num_ranks // self.dp_replicate)
         if self.dp_replicate * shard != num_ranks:
             raise ConfigError(
                 f"train.mesh must be of the {num_ranks} processes that train, got dp_replicate {self.dp_replicate} x dp_shard "
                 f"{shard}. Change one of them, or the processes of the actor's group"
             )
+        if shard % self.ep:
+            raise ConfigError(
+                f"train.mesh.ep must divide the processes that one copy of the model is cut over, got ep {self.ep} with dp_shard "
+                f"{shard}. Change one of them"
+            )
         return self.dp_replicate, shard
+
+    def of_scorers(self, num_ranks: int) -> MeshConfig:
+        """Of a group of so many processes that only scores: one copy over all of them, its experts over as many of them as share
+        them out in training, or the greatest divisor of that which fits."""
+        return MeshConfig(ep=math.gcd(self.ep, num_ranks))
+
+
+class LoraConfig(Section):
+    """Adapters of low rank: the base stays as it is, and beside chosen products of it two small matrices each are trained
+    (`models/lora.py`). What each field means is what it means in peft."""
+
+    place = "train.lora"
+    rank: int = Field(16, ge=1)
+    """Of the two matrices of a product; peft's `r`."""
+    alpha: float = Field(32.0, gt=0)
+    """An adapter's part is multiplied by alpha / rank; peft's `lora_alpha`."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Of what goes into an adapter while it learns demonstrations (`sft`); peft's `lora_dropout`. Log-probs of a policy are
+    computed without."""
+    targets: str | tuple[str, ...] = ALL_LINEAR
+    """Which products get an adapter: "all-linear" is every one of the language model but the output layer; else modules of the
+    language model by the end of their paths ("q_proj", "layers.0.mlp.up_proj"), or a part of the model with all of its products
+    ("language", "vision", "audio", "projector"). What no module of the language model is called is looked for in the others.
+    Experts of a mixture have adapters where they are named ("experts", "experts.down_proj"), each one its own."""
+    publish: Literal["adapter", "merged"] = "adapter"
+    """What engines get of a version: the adapter alone, which they compute beside the base that they have loaded, or all weights
+    with the adapter merged into them, for engines that take no adapters."""
+
+    def refused(self) -> Iterator[str]:
+        if not self.targets:
+            yield "train.lora.targets must name modules, got none. Name some, or set it to 'all-linear'"
+        elif isinstance(self.targets, str) and self.targets != ALL_LINEAR:
+            yield (
+                f"train.lora.targets must be {ALL_LINEAR!r} or a list of names, got {self.targets!r}. Write it as "
+                f"[{self.targets!r}]"
+            )
 
 
 class ModelConfig(Section):

@@ -2,7 +2,7 @@
 
 Owns when a model is cut (built on the meta device, before a byte of its weights is read) and the reading, or the drawing where a
 folder says that its weights are random (`random_weights.py`). All else of loading is transformers' own: which files, their names
-and conversions, what is tied, buffers that no file has, the report. Does not own how a model is cut (`parallel.py`), nor what is
+and conversions, what is tied, buffers that no file has, the report. Does not own how a model is cut (`parallel/`), nor what is
 refused (`load.py`).
 
     build on meta -> cut -> read slices of tensors -> tie, make buffers
@@ -29,6 +29,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from rondo.models import random_weights
 from rondo.models.names import kept_in_float32, parts
 from rondo.models.units import sharded_units
+from rondo.models.value_head import head_parts
 
 Cut = Callable[[Any], object]
 """Called with the model on the meta device, before it is filled."""
@@ -79,6 +80,8 @@ def _read(device: str, model: Any, state_dict: None, files: Sequence[str], how: 
             else:
                 sources |= load_state_dict(file)
         for name, part in parts(model, sources, how.weight_mapping, places, report.unexpected_keys, dtype_of):
+            set_param_for_module(model, name, part.to(device), report, None)
+        for name, part in head_parts(model, sources, report.unexpected_keys):
             set_param_for_module(model, name, part.to(device), report, None)
     model._weight_conversions = [each for each in how.weight_mapping if each.was_used()]
     return report, None

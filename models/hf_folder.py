@@ -1,6 +1,7 @@
 """A Hugging Face folder: weights in files, config, tokenizer, processor files; what transformers loads by its auto classes.
+And the folder of an adapter, which peft loads beside its base.
 
-Owns its layout. Does not own where the weights come from: a model that trains, or the shards of a checkpoint (`checkpoint.py`).
+Owns their layout. Does not own where the weights come from: a model that trains, or the shards of a checkpoint (`checkpoint.py`).
 
 Invariant: one file's tensors are in memory at a time.
 """
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from transformers.utils import cached_file
 
 from rondo.models.families import family_of
 from rondo.models.load import load_tokenizer
+from rondo.models.lora import by_expert, config_of, published_adapter
 
 MAX_FILE_BYTES = 4 << 30
 _PROCESSOR_FILES = (
@@ -57,6 +59,19 @@ def write_folder(
     load_tokenizer(tokenizer_path).save_pretrained(folder)
     if family_of(model) is not None:
         _copy_processor(folder, tokenizer_path)
+
+
+def write_adapter(
+    folder: Path, model: Any, base: str, dtype: str, tensors: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """The adapter of `model` in `dtype`, with the path or name of its base and the tokenizer there. tensors: None for its own
+    (published names)."""
+    folder.mkdir(parents=True)
+    found = by_expert(published_adapter(model) if tensors is None else tensors)
+    told = {name: tensor.to("cpu", getattr(torch, dtype)).contiguous() for name, tensor in found.items()}
+    save_file(told, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    (folder / "adapter_config.json").write_bytes(orjson.dumps(config_of(model, base), option=orjson.OPT_INDENT_2))
+    load_tokenizer(base).save_pretrained(folder)
 
 
 def _copy_processor(folder: Path, path: str) -> None:

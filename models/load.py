@@ -1,7 +1,7 @@
 """Config, tokenizer and model out of a Hugging Face folder, with errors that name the setting to change.
 
 Owns what is read and refused of such folders, and building one where the settings say so. Does not own how weights are read
-(`filling.py`), sharding (`parallel.py`), saving (`checkpoint.py`), nor any model's shape: config.json has it.
+(`filling.py`), sharding (`parallel/`), saving (`checkpoint.py`), nor any model's shape: config.json has it.
 
 Invariant: a model that loads is what the folder holds: no weight is left at random, left out, read without its scale, or tied to
 another that differs.

@@ -3,7 +3,7 @@
 Owns the plan of a model: which tensors in memory become which on disk. Most only carry another name or none; a Qwen3-MoE layer
 has one tensor for all experts in memory and three for each expert on disk. Names are those of the folder that the model was
 loaded from: the thinker of a whole Qwen3-Omni keeps its `thinker.`, which engines that serve that folder expect. The conversions
-themselves are transformers' own. Does not own gathering shards (`parallel.py`) or files (`checkpoint.py`).
+themselves are transformers' own. Does not own gathering shards (`parallel/`) or files (`checkpoint.py`).
 
 Invariant: the plan covers every parameter once (tied ones under their first name) and every persistent buffer; what is
 written by one direction is read back by the other, bit by bit.
@@ -15,6 +15,8 @@ written by one direction is read back by the other, bit by bit.
 from __future__ import annotations
 
 import functools
+import itertools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
@@ -24,7 +26,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -54,17 +59,27 @@ class Group:
     shapes: Mapping[str, tuple[int, ...]]
     renamed: bool
     """One tensor under another name, or the same: nothing to convert."""
+    by_row: bool
+    """One tensor whose rows become tensors of their own, as those of experts do: the first of each row, in order, then the second
+    of each, and so on."""
 
 
+ADAPTER = re.compile(r"\.lora_[AB]\.weight$")
+"""What the names of adapters, and no others, match."""
 _plans: WeakKeyDictionary[Any, tuple[Group, ...]] = WeakKeyDictionary()
 
 
 def memory_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Every parameter under its first name, and every persistent buffer; whole, or this rank's DTensor."""
-    parameters = dict(model.named_parameters())
+    """Every parameter under its first name, and every persistent buffer, but for adapters; whole, or this rank's DTensor."""
+    parameters = {name: each for name, each in model.named_parameters() if not ADAPTER.search(name)}
     buffers = dict(model.named_buffers())
     persistent = buffers.keys() & model.state_dict().keys()
     return parameters | {name: tensor for name, tensor in buffers.items() if name in persistent}
+
+
+def adapter_tensors(model: Any) -> dict[str, torch.Tensor]:
+    """Every parameter of its adapters (`lora.py`), whole on every rank."""
+    return {name: each for name, each in model.named_parameters() if ADAPTER.search(name)}
 
 
 def kept_in_float32(model: Any) -> frozenset[str]:
@@ -103,6 +118,15 @@ def to_disk(model: Any, group: Group, tensors: Mapping[str, torch.Tensor]) -> di
     if group.renamed:
         return dict(zip(group.shapes, tensors.values(), strict=True))
     return _reverted(model, tensors)
+
+
+def rows_to_disk(model: Any, group: Group, rows: torch.Tensor, first: int, num_rows: int) -> dict[str, torch.Tensor]:
+    """What the rows from `first` on of a tensor of `num_rows` are on disk, of a group that goes by row: without any others."""
+    names, own = list(group.shapes), range(first, first + len(rows))
+    found = _reverted(model, {group.sources[0]: rows}).values() if len(rows) else ()
+    return dict(
+        zip((names[start + row] for start in range(0, len(names), num_rows) for row in own), found, strict=True)
+    )
 
 
 def load_disk_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -218,6 +242,20 @@ def own_slices(place: torch.Tensor, whole: Any) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 
 
+def rows_by_rank(tensor: DTensor) -> list[tuple[int, int]]:
+    """(first row, the one after the last) that each rank of a copy holds, in their order, of a tensor that is cut along its first
+    dimension alone."""
+    placements = [placement for placement in tensor.placements if not placement.is_replicate()]
+    if any(placement.dim for placement in placements):
+        raise AssertionError(f"a parameter must be cut along its first dimension alone, got {tensor.placements}")
+    sizes = tensor.device_mesh.shape[len(tensor.placements) - len(placements) :]  # copies come first
+    found = []
+    for place in itertools.product(*map(range, sizes)):
+        (num_rows, *_), (start, *_) = _compute_local_shape_and_global_offset(tensor.shape, sizes, place, placements)
+        found.append((start, start + num_rows))
+    return found
+
+
 def _shape(source: Any) -> tuple[int, ...]:
     """Of a tensor, or of one in a file."""
     return tuple(source.shape if isinstance(source, torch.Tensor) else source.get_shape())
@@ -276,7 +314,8 @@ def _plan(model: Any) -> list[Group]:
     for names in joined.values():
         on_disk = _reverted(model, {name: empty[name] for name in names})
         renamed = len(on_disk) == len(names) == 1 and next(iter(on_disk.values())) is empty[names[0]]
-        groups.append(Group(tuple(names), {key: tuple(value.shape) for key, value in on_disk.items()}, renamed))
+        shapes = {key: tuple(value.shape) for key, value in on_disk.items()}
+        groups.append(Group(tuple(names), shapes, renamed, _goes_by_row(model, names, empty[names[0]], shapes)))
     covered = {key: shape for group in groups for key, shape in group.shapes.items()}
     if covered != {key: tuple(value.shape) for key, value in _reverted(model, empty).items()}:
         raise ConfigError(
@@ -284,6 +323,16 @@ def _plan(model: Any) -> list[Group]:
             "Train a model of another family"
         )
     return groups
+
+
+def _goes_by_row(model: Any, names: list[str], tensor: torch.Tensor, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Tried on the first row alone; in order where the numbers in the names say so."""
+    if len(names) > 1 or not tensor.ndim or len(shapes) == 1 or len(shapes) % len(tensor):
+        return False
+    of_one = _reverted(model, {names[0]: tensor[:1]}).values()
+    runs = [list(shapes)[start : start + len(tensor)] for start in range(0, len(shapes), len(tensor))]
+    alike = [{shapes[name] for name in run} for run in runs] == [{tuple(one.shape)} for one in of_one]
+    return alike and all(run == sorted(run, key=dot_natural_key) for run in runs)
 
 
 def _reverted(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

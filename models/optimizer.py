@@ -1,7 +1,7 @@
 """The optimizer and its learning rate.
 
 Owns which parameters decay and which are stepped together, and that moments exist from the start: so the size of a snapshot
-is known before the first step, and every rank holds the same tensors at every version. Does not own gradients (`parallel.py`),
+is known before the first step, and every rank holds the same tensors at every version. Does not own gradients (`parallel/`),
 when to step, or how moments in host memory come to the device (`offload.py`).
 
     optimizer = make_optimizer(model, lr=1e-6)

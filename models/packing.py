@@ -80,11 +80,19 @@ class PackedBatch:
     # int64 [B, L]: what to embed, where `input_ids` hides placeholders that stand for no feature; None: nothing is hidden.
     embedded_ids: torch.Tensor | None = None
     routes: Routes | None = None  # of the flat [B * L]; None: nothing was recorded
+    # bool [B * L], where a token of the sequences lies; None: everywhere.
+    counted: torch.Tensor | None = None
+    # Of each sequence: where the pieces begin that its tokens but the last lie in, and how many those are.
+    pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     @property
     def waste(self) -> float:
         """Part of all positions that is padding."""
         return 1 - self.num_tokens / self.input_ids.numel()
+
+    def of_sequences(self, told: np.ndarray) -> list[np.ndarray]:
+        """[B * L, ...] by position -> of each sequence [T - 1, ...], of all its tokens but the last; copies."""
+        return [np.concatenate([told[at : at + size] for at, size in own]) for own in self.pieces]
 
     def to(self, device: torch.device | str) -> PackedBatch:
         """The same batch with its tensors on `device`."""
@@ -97,6 +105,7 @@ class PackedBatch:
             shared=None if self.shared is None else self.shared.to(device),
             embedded_ids=None if self.embedded_ids is None else self.embedded_ids.to(device),
             routes=None if self.routes is None else self.routes.to(device),
+            counted=None if self.counted is None else self.counted.to(device),
         )
 
 
@@ -219,7 +228,8 @@ def pack(
         pieces = [(sequence, 0, len(sequence.tokens)) for sequence in every]
         width = max(len(sequence.tokens) for sequence in every)
         starts, num_rows = _first_fit([end for _, _, end in pieces], width, share_rows)
-    input_ids, features = np.zeros(num_rows * width, np.int64), np.zeros(num_rows * width, bool)
+    input_ids = np.zeros(num_rows * width, np.int64)
+    features, counted = np.zeros(num_rows * width, bool), np.zeros(num_rows * width, bool)
     # Padding goes on where it lies: after two sequences that is one more sequence of the row, so it too has something to
     # attend to.
     positions_AN = np.tile(
@@ -228,7 +238,7 @@ def pack(
     media, routes = [], []
     for (sequence, begin, end), start in zip(pieces, starts, strict=True):
         here = slice(start, start + end - begin)
-        input_ids[here] = sequence.tokens[begin:end]
+        input_ids[here], counted[here] = sequence.tokens[begin:end], sequence is not dummy
         positions_AN[:, here] = _axes(sequence)[:, begin:end] if multimodal else np.arange(begin, end)
         routes.append((None if sequence.experts is None else sequence.experts[begin:end], start))
         if sequence.media is not None and begin == 0:
@@ -256,7 +266,16 @@ def pack(
         shared=shared,
         media=tuple(found for _, found in sorted(media, key=lambda item: item[0])),
         routes=_routes(routes, num_rows * width),
+        counted=None if counted.all() else torch.from_numpy(counted),
+        pieces=tuple(
+            _places(one, [(starts[p], pieces[p]) for p in own]) for one, own in zip(sequences, lies_in, strict=False)
+        ),
     )
+
+
+def _places(one: Sequence, pieces: Iterable[tuple[int, tuple[Sequence, int, int]]]) -> tuple[tuple[int, int], ...]:
+    """(where it begins, how many) of all tokens but the last. pieces: with where each begins."""
+    return tuple((start, max(0, min(end, len(one.tokens) - 1) - begin)) for start, (_, begin, end) in pieces)
 
 
 def _segments(

@@ -1,7 +1,7 @@
 """Parts of a multimodal model, and which of its parameters are trained.
 
 Owns which part a parameter belongs to (a family's record says so), and freezing by part or by name. Does not own how parts are
-spread over processes (`parallel.py`).
+spread over processes (`parallel/`).
 
     freeze(model, ("vision", "audio"), freeze_parameters=(r"\\bgate\\.",))
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rondo.models.names import local_part, memory_tensors
+from rondo.models.names import adapter_tensors, local_part, memory_tensors
 from rondo.models.scaling import OF_A_SCALE
 from rondo.models.units import drop_copies
 from rondo.runtime.errors import CorruptData
@@ -28,10 +28,12 @@ FORMAT = 1
 
 
 def named_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """The live tensors of model and optimizer by name: DTensors where the model is sharded, detached."""
+    """The live tensors of model and optimizer by name: DTensors where the model is sharded, detached. Of a model with adapters
+    these alone: nothing else of it changes."""
     drop_copies(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    found = {f"model.{name}": tensor.detach() for name, tensor in memory_tensors(model).items()}
+    lasting = adapter_tensors(model) or memory_tensors(model)
+    found = {f"model.{name}": tensor.detach() for name, tensor in lasting.items()}
     for parameter, moments in optimizer.state.items():
         found |= {f"optimizer.{names[id(parameter)]}.{key}": value.detach() for key, value in moments.items()}
     return found

@@ -2,7 +2,7 @@
 
 Owns which modules are a unit, where a unit's parameters are attached, lending it copies while its forward runs, so that one
 unit's copies exist at a time, and letting go of what FSDP2 gathered. Does not own what is lent when: to the training forward
-(`parallel.py`), to trials (`trials.py`).
+(`parallel/`), to trials (`trials.py`).
 
     layer.forward = on_copies(layer, owned([layer]), torch.bfloat16)
     with computing_in(model, torch.float32): logits = model(...).logits

@@ -1,6 +1,6 @@
 """What each process does.
 
-roles          rollout, actor, forward (actor_fwd, reference), advantages, sft
+roles          rollout, actor, critic, forward (actor_fwd, reference), teacher, genrm, advantages; supervised (rows, no samples)
 shared         job (what the roles of one process share), streams (which role reads and writes which columns), resumed (samples
                that a checkpoint holds), config/ (settings)
 samples        sampling/ over engines/, rewards/ and data/; serve/ is HTTP over any engine
@@ -19,8 +19,10 @@ _FACE = {
     "RolloutConfig": "rondo.roles.config",
     "EndpointConfig": "rondo.roles.config",
     "TrainConfig": "rondo.roles.config",
+    "CriticConfig": "rondo.roles.config",
     "EvalConfig": "rondo.roles.config",
     "SftConfig": "rondo.roles.config",
+    "DpoConfig": "rondo.roles.config",
 }
 __all__ = list(_FACE)
 __getattr__ = lazy(__name__, _FACE)

@@ -2,8 +2,10 @@
 
 Owns when a group is scored (as soon as it is put; beside a trainer in its waits, `compute_turns.py`) and under which weights:
 `actor_fwd` with the newest version it has proved, which is no older than any that a row was sampled under; `reference` with
-weights that never change. The processes of a group have a shard of the model each, and score every round together, under one
-version (`group_versions.py`). Decides nothing about rows: rounds come from the coordinator.
+weights that never change, or with one of every `reference.refresh_every` versions. The processes of a group have a shard of the
+model each, and score every round together, under one version (`group_versions.py`). Decides nothing about rows: rounds come from
+the coordinator. A teacher is another one of them (`teacher.py`).
+
 
     round -> pack -> log-probs of the response tokens -> put column -> acknowledge
 """
@@ -14,7 +16,6 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,16 +24,18 @@ import torch
 from rondo.comm.bus.bus import POLL_S, Round, Row
 from rondo.comm.bus.group import NO_VERSION
 from rondo.models.attention import chosen
-from rondo.models.config import MeshConfig
-from rondo.models.logprobs import response_log_probs
+from rondo.models.config import MeshConfig, ModelConfig
+from rondo.models.load import DTYPES
+from rondo.models.logprobs import Scores, response_scores
+from rondo.models.lora import load_published
 from rondo.models.media.inputs import MediaInputs
 from rondo.models.mesh import Mesh
-from rondo.models.names import load_disk_tensors
 from rondo.models.packing import Sequence as Packable
 from rondo.models.parallel import compute_in
-from rondo.models.routing import enable_replay
+from rondo.models.routing import Heard, Routing, enable_replay
+from rondo.roles.algorithms.teachers import NONE
 from rondo.roles.job import Job, groups_of, open_job, timed
-from rondo.roles.streams import ROUTED
+from rondo.roles.streams import LIKELIEST, ROUTED
 from rondo.roles.training.backend import open_model
 from rondo.roles.training.group_versions import follow_together
 from rondo.runtime.waits import totals, waiting
@@ -51,17 +54,37 @@ class Scored:
     version: int
     log_probs: list[np.ndarray] | None
     stops: bool = False
+    routes: list[np.ndarray] | None = None
+    """Where its routers sent all tokens but the last, uint8 or int16 [T - 1, layers, top_k] for each row; None: not recorded."""
+    compared: list[tuple[np.ndarray, np.ndarray]] | None = None
+    """Other tokens at each place and their log-probs, int32 and float32 [R, K] for each row, NONE for no token; None: not asked
+    for."""
 
 
 class Scorer:
     """A model that only scores, cut over `mesh` (collective). Runs on the compute thread."""
 
-    def __init__(self, path: str, job: Job, *, mesh: Mesh = Mesh(), replays: bool = False) -> None:  # noqa: B008  # frozen
-        """replays: the experts that rows come with."""
-        config = job.config
-        self._model, self._packing = open_model(config, path, mesh, device=job.device, dtype=config.train.dtype)
-        if replays:
-            enable_replay(self._model)
+    def __init__(
+        self,
+        path: str,
+        job: Job,
+        *,
+        mesh: Mesh = Mesh(),  # noqa: B008  # frozen
+        replay: str = "off",
+        adapts: bool = False,
+        model: ModelConfig | None = None,
+        top_k: int = 0,
+    ) -> None:
+        """replay: as in the settings, "r3" of the experts that rows come with; "r2" records its own. adapts: it loads versions,
+        adapters if these alone are published. model: its settings, where it is not the policy's. top_k: how many of the likeliest
+        tokens it tells of."""
+        config, dtype = job.config, job.config.train.dtype
+        adapters = DTYPES[dtype] if adapts and config.adapts_engines else None
+        if model is not None:
+            config = config.model_copy(update={"model": model})
+        self._model, self._packing = open_model(config, path, mesh, device=job.device, dtype=dtype, adapters=adapters)
+        routing = None if replay == "off" else enable_replay(self._model)
+        self._records: Routing | None = routing if replay == "r2" else None
         compute_in(self._model, config.train.dtype)
         self.version = 0
         self.mesh = mesh
@@ -69,26 +92,60 @@ class Scorer:
         self._device = job.device
         self._temperature = config.rollout.temperature
         self._chunk = config.train.log_prob_chunk_tokens
+        self._top_k = top_k
 
     def load(self, version: int, tensors: Mapping[str, Any]) -> None:
-        """This rank's part of `tensors` (disk names), which may go when it returns: all ranks have theirs (collective)."""
-        load_disk_tensors(self._model, tensors)
+        """This rank's part of `tensors` (published names), which may go when it returns: all ranks have theirs (collective)."""
+        load_published(self._model, tensors)
         self.mesh.most(version)
         self.version = version
 
-    def score(self, rows: Sequence[Packable], *, needs: int = NO_VERSION, stops: bool = False) -> Scored:
+    def score(
+        self,
+        rows: Sequence[Packable],
+        *,
+        needs: int = NO_VERSION,
+        stops: bool = False,
+        ids: Sequence[np.ndarray] | None = None,
+    ) -> Scored:
         """The rows of this rank (collective). No rows: of several ranks, a dummy through the same modules. needs: the oldest
-        version that will do for them; stops: this rank leaves behind this round."""
+        version that will do for them; stops: this rank leaves behind this round; ids: tokens to tell of, int [R, K] for each
+        row."""
         needs, stopping = self.mesh.most(needs, stops)
         if needs > self.version:
             return Scored(self.version, None, bool(stopping))
         if not rows and self.mesh.size == 1:
             return Scored(self.version, [], bool(stopping))
         packed = self._packing.pack(rows or [Packable(np.zeros(2, np.int32), 1)]).to(self._device)
+        heard = None if self._records is None else Heard(records=True)
         with torch.no_grad():
-            flat, _ = response_log_probs(self._model, packed, temperature=self._temperature, chunk_tokens=self._chunk)
+            told = torch.from_numpy(np.concatenate(ids)).to(self._device, torch.int64) if ids else None
+            found = response_scores(
+                self._model, packed, temperature=self._temperature, chunk_tokens=self._chunk, ids=told,
+                top_k=self._top_k, heard=heard,
+            )  # fmt: skip
+        routes = None
+        if heard is not None and self._records is not None:
+            routes = packed.of_sequences(heard.routes(self._records).cpu().numpy())[: len(rows)]
         ends = np.cumsum([row.response for row in rows])
-        return Scored(self.version, np.split(flat.float().cpu().numpy(), ends)[: len(rows)], bool(stopping))
+
+        def of_rows(values: torch.Tensor, dtype: torch.dtype = torch.float32) -> list[np.ndarray]:
+            return np.split(values.to(dtype).cpu().numpy(), ends)[: len(rows)]
+
+        pairs, compared = None, _compared(told, found)
+        if compared is not None:
+            pairs = list(zip(of_rows(compared[0], torch.int32), of_rows(compared[1]), strict=True))
+        return Scored(self.version, of_rows(found.log_probs), bool(stopping), routes, pairs)
+
+
+def _compared(told: torch.Tensor | None, found: Scores) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Ids and log-probs of all tokens that were asked for, each once: those that were told, and the likeliest."""
+    likeliest = None if found.top_ids is None else (found.top_ids, found.top_log_probs)
+    if told is None or likeliest is None:
+        return likeliest if told is None else (told, found.others)
+    again = torch.stack([(likeliest[0] == told[:, [at]]) for at in range(told.size(1))]).any(0)
+    ids = torch.cat([told, likeliest[0].masked_fill(again, NONE)], 1)
+    return ids, torch.cat([found.others, likeliest[1]], 1)
 
 
 def media_of(row: Row) -> MediaInputs | None:
@@ -96,19 +153,22 @@ def media_of(row: Row) -> MediaInputs | None:
     return None if row.media is None else MediaInputs(row.media_key, row.media)
 
 
-class _Forward:
-    """The loop of both roles."""
+class ForwardRole:
+    """The loop of all of them."""
 
     role: str
-    replays = False
-    """Whether tokens go where the engine sent them (with `train.router_replay`), or where the model's own routers do."""
+    follows = False
+    """Whether it scores with the weights of the policy's versions, adapters among them, and replays or records routes
+    (`train.router_replay`), or tokens go where the model's own routers send them."""
+    asked = False
+    """Whether the likeliest tokens are told, where a teacher is to tell of them too."""
 
     def __init__(self, ctx: WorkerContext) -> None:
         self._ctx = ctx
         self._installed = asyncio.Event()
         self._reported_at = time.monotonic()
 
-    def columns(self, version: int, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
+    def columns(self, scored: Scored, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
         """What is put for the rows of a round."""
         raise NotImplementedError
 
@@ -116,43 +176,69 @@ class _Forward:
         """The oldest version of the weights that some rows may be scored under."""
         return NO_VERSION
 
-    async def _open(self, path: str, job: Job) -> Scorer:
-        """The model at `path`, cut over the processes of the group, which open it in one turn."""
+    async def _initial(self, job: Job) -> str:
+        """Where the policy lies as it is before the first step: after a warm-up, once version 0 is committed."""
+        if job.config.sft is None:
+            return job.model_path
+        await job.bus.call("await_version", 0, deadline_s=POLL_S)
+        return str(self._ctx.run_dir / REFERENCE)
+
+    def tokens(self, job: Job) -> int:
+        """Of a round."""
+        return job.config.train.micro_batch_tokens
+
+    def read(self, row: Row) -> Any:
+        """A row as the scorer takes it."""
+        experts = row.array(ROUTED) if ROUTED in row.columns else None
+        return Packable(row.array("tokens"), row.response, media_of(row), experts)
+
+    async def _open(self, path: str, job: Job) -> Any:
+        """The scorer with the model at `path`, cut over the processes of the group, which open it in one turn."""
         async with job.turns.scoring(f"load of {self.role}"):
             with self._ctx.section("load", self._ctx.load_s):
                 return await self._ctx.compute(self._open_scorer, path, job)
 
-    def _open_scorer(self, path: str, job: Job) -> Scorer:
+    def _open_scorer(self, path: str, job: Job) -> Any:
         """On the compute thread (collective)."""
-        self._ctx.init_process_group(job.device)
-        mesh = Mesh.open(MeshConfig(), self._ctx.world_size, job.device)
-        return Scorer(path, job, mesh=mesh, replays=self.replays and job.config.train.router_replay)
+        taught = job.config.distillation
+        top_k = taught.top_k or 0 if self.asked and taught is not None and taught.asks_policy else 0
+        mesh = self._mesh(job, job.config.train.mesh.of_scorers(self._ctx.world_size))
+        replay = job.config.train.router_replay if self.follows else "off"
+        return Scorer(path, job, mesh=mesh, replay=replay, adapts=self.follows, top_k=top_k)
 
-    async def _score_rounds(self, job: Job, scorer: Scorer) -> None:
-        if self._ctx.rank == 0:
+    def _mesh(self, job: Job, config: MeshConfig) -> Mesh:
+        self._ctx.init_process_group(job.device)
+        return Mesh.open(config, self._ctx.world_size, job.device)
+
+    async def _score_rounds(self, job: Job, scorer: Any) -> None:
+        if self._ctx.rank == 0 and scorer.attention is not None:
             await self._ctx.report("attention", asdict(scorer.attention))
         await self._ctx.ready()
-        async for made in timed(self._ctx, job.bus.stream(self.role, tokens=job.config.train.micro_batch_tokens)):
-            rows = [
-                Packable(
-                    row.array("tokens"),
-                    row.response,
-                    media_of(row),
-                    row.array(ROUTED) if ROUTED in row.columns else None,
-                )
-                for row in made.rows
-            ]
+        async for made in timed(self._ctx, job.bus.stream(self.role, tokens=self.tokens(job))):
+            rows = [self.read(row) for row in made.rows]
             scored = await self._scored(job, scorer, made, rows)
             if scored.log_probs is not None:
                 if rows:
-                    job.bus.put_columns(made, self.columns(scored.version, scored.log_probs))
+                    job.bus.put_columns(made, self.columns(scored, scored.log_probs))
                 await job.bus.ack(made)
             self._ctx.progress()
             if scored.stops:
                 return
             await self._report()
 
-    async def _scored(self, job: Job, scorer: Scorer, made: Round, rows: Sequence[Packable]) -> Scored:
+    async def _score_following(self, job: Job, every: int = 1) -> None:
+        """Under published weights, of so many versions one."""
+        scorer = await self._open(job.model_path, job)
+
+        async def install(version: int, tensors: Mapping[str, Any]) -> None:
+            await self._ctx.compute(scorer.load, version, tensors)
+            self._installed.set()
+
+        async with follow_together(self._ctx, job, self.role, install, every) as first:
+            await first.wait()
+            await self._score_rounds(job, scorer)
+
+    async def _scored(self, job: Job, scorer: Any, made: Round, rows: Sequence[Any]) -> Scored:
         """The rows of a round, under weights that are new enough for those of every rank; not where a rank leaves."""
         needs = self.needs(made.rows)
         while True:
@@ -164,7 +250,7 @@ class _Forward:
                     found = await self._ctx.working("forward", scorer.score, rows, needs=needs, stops=stops)
             if found.log_probs is not None or found.stops:
                 return found
-            async with waiting("newer weights", peer="actor", deadline_s=None):  # all ranks, for the same
+            async with waiting("newer weights", peer="actor", deadline_s=POLL_S, moved=lambda: job.bus.held_up_at):
                 while scorer.version <= found.version:
                     self._installed.clear()
                     await self._installed.wait()
@@ -176,27 +262,31 @@ class _Forward:
             await self._ctx.report("metrics", {"waits_s": totals()})
 
 
-class ReferenceRole(_Forward):
+class ReferenceRole(ForwardRole):
     role = "reference"
 
-    def columns(self, version: int, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
+    def columns(self, scored: Scored, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
         return {"ref_log_probs": log_probs}
 
     async def run(self) -> None:
         job = await open_job(self._ctx)
-        path = Path(job.model_path)
-        if job.config.sft is not None:  # the reference is the warmed-up policy: it exists once version 0 is committed
-            await job.bus.call("await_version", 0, deadline_s=POLL_S)
-            path = self._ctx.run_dir / REFERENCE
-        await self._score_rounds(job, await self._open(str(path), job))
+        if job.config.reference.refresh_every is not None:
+            await self._score_following(job, job.config.reference.refresh_every)
+            return
+        await self._score_rounds(job, await self._open(await self._initial(job), job))
 
 
-class ActorForwardRole(_Forward):
+class ActorForwardRole(ForwardRole):
     role = "actor_fwd"
-    replays = True
+    follows = asked = True
 
-    def columns(self, version: int, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
-        return {"log_probs": log_probs, "log_probs_version": [np.array([version], np.int32)] * len(log_probs)}
+    def columns(self, scored: Scored, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
+        found = {"log_probs": log_probs, "log_probs_version": [np.array([scored.version], np.int32)] * len(log_probs)}
+        if scored.routes is not None:
+            found[ROUTED] = scored.routes
+        if scored.compared is not None:
+            found[LIKELIEST] = [ids for ids, _ in scored.compared]
+        return found
 
     def needs(self, rows: Sequence[Row]) -> int:
         """No older than what sampled any token: pi_old stands between that and the policy in training."""
@@ -204,12 +294,4 @@ class ActorForwardRole(_Forward):
 
     async def run(self) -> None:
         job = await open_job(self._ctx)
-        scorer = await self._open(job.model_path, job)
-
-        async def install(version: int, tensors: Mapping[str, Any]) -> None:
-            await self._ctx.compute(scorer.load, version, tensors)
-            self._installed.set()
-
-        async with follow_together(self._ctx, job, self.role, install) as first:
-            await first.wait()
-            await self._score_rounds(job, scorer)
+        await self._score_following(job)

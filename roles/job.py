@@ -12,7 +12,7 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from rondo.roles.engines.embedded.shared_weights import Lent
 
 SLAB = "weights"
-SCORING = ("actor_fwd", "reference")
+SCORING = ("actor_fwd", "reference", "teacher", "critic")
 AHEAD_S = 2.0
 """A version that is being written, and of which nothing comes for so long, is waited for without reading ahead."""
 Install = Callable[[int, Mapping[str, Any]], Awaitable[None]]
@@ -60,6 +60,10 @@ class Job:
     """Whether this process generates and trains in turn: all samples of a step are of the version that it trains."""
     rests: bool = False
     """Whether its trainer gives its memory to what generates, in turn: it trains when a step has all its samples."""
+    teacher_paths: Mapping[str, str] = field(default_factory=dict)
+    """Teacher -> where its model's files are."""
+    genrm_path: str = ""
+    """Where the files of the judge's model are, of one that the run serves."""
 
 
 _opened: WeakKeyDictionary[SegmentClient, asyncio.Task[Job]] = WeakKeyDictionary()  # one client a process
@@ -82,15 +86,17 @@ async def _open(ctx: WorkerContext) -> Job:
     lends = together and ctx.world_size == 1 and config.can_lend_weights  # of several ranks each has a shard
     takes_turns = together and config.max_staleness == 0
     has_actor_fwd = any("actor_fwd" in each for each in roles.values())
-    others_read = has_actor_fwd or config.num_pinned > 0
+    others_read = (
+        has_actor_fwd or config.teacher_follows or config.num_pinned > 0 or config.reference.refresh_every is not None
+    )
     lent = asyncio.get_running_loop().create_future() if lends else None
     rests = takes_turns and config.trainer_rests(on_device=device != "cpu")
     scores = not roles.get(ctx.role_group, set()).isdisjoint(SCORING)
     order = await _order(ctx) if scores and ctx.world_size > 1 else None
     return Job(
         config, bus, model_path, device, Turns(order), lent,
-        publishes=others_read or not lends, has_actor_fwd=has_actor_fwd, takes_turns=takes_turns,
-        rests=rests,
+        publishes=others_read or not lends or config.adapts_engines, has_actor_fwd=has_actor_fwd, takes_turns=takes_turns,
+        rests=rests, teacher_paths=_teacher_paths(ctx.run_dir, config), genrm_path=_genrm_path(ctx.run_dir, config),
     )  # fmt: skip
 
 
@@ -98,6 +104,23 @@ async def _order(ctx: WorkerContext) -> TurnsTold | TurnsFollowed:
     """In which this rank's roles take turns."""
     store = await asyncio.to_thread(ctx.connect_store)
     return TurnsFollowed(store, ctx.world_size - 1) if ctx.rank else TurnsTold(store)
+
+
+def _teacher_paths(run_dir: Path, config: JobConfig) -> dict[str, str]:
+    if config.distillation is None:
+        return {}
+    models = {name: teacher.model for name, teacher in config.distillation.named().items() if teacher.model is not None}
+    prepared = orjson.loads((run_dir / "prepared.json").read_bytes())
+    paths = {name: prepared["teachers"][name] for name in models}
+    return {name: path if models[name].recipe is None else str(run_dir / path) for name, path in paths.items()}
+
+
+def _genrm_path(run_dir: Path, config: JobConfig) -> str:
+    model = None if config.genrm is None else config.genrm.model
+    if model is None:
+        return ""
+    path: str = orjson.loads((run_dir / "prepared.json").read_bytes())["genrm"]
+    return path if model.recipe is None else str(run_dir / path)
 
 
 def _roles(run_dir: Path) -> dict[str, set[str]]:
@@ -141,30 +164,34 @@ def groups_of(made: Round) -> list[int]:
 
 @asynccontextmanager
 async def follow(
-    ctx: WorkerContext, job: Job, role: str, install: Install, turn: Turn = nullcontext
+    ctx: WorkerContext, job: Job, role: str, install: Install, turn: Turn = nullcontext, every: int = 1
 ) -> AsyncIterator[asyncio.Event]:
-    """Install every newly published version while the body runs; the event is set once the first one is proved.
+    """Install every newly published version while the body runs; the event is set once the first one is proved. `every`: of so
+    many one, the first that comes from each multiple on.
 
     `install` gets views into the slab, verified by checksum, and must have copied them when it returns. It runs inside of `turn`,
     which is told where they lie: "slot", "attempt", "version" and "checksum".
     """
     first = asyncio.Event()
     async with asyncio.TaskGroup() as tasks:  # a follower that fails ends the body with its error
-        task = tasks.create_task(_follow(ctx, job, role, install, turn, first))
+        task = tasks.create_task(_follow(ctx, job, role, install, turn, first, every))
         try:
             yield first
         finally:
             task.cancel()
 
 
-async def _follow(ctx: WorkerContext, job: Job, role: str, install: Install, turn: Turn, first: asyncio.Event) -> None:
+async def _follow(
+    ctx: WorkerContext, job: Job, role: str, install: Install, turn: Turn, first: asyncio.Event, every: int
+) -> None:
     from rondo.comm.weights.slab import WeightSlab  # needs torch, which a role without weights does without
 
     version, told, reader = -1, -1, f"{role}.{ctx.rank}"
     slab: WeightSlab | None = None
     ahead: Ahead | None = None
     while True:
-        held = await job.bus.call("weights", reader, version, told, deadline_s=POLL_S)
+        before_next = (version // every + 1) * every - 1
+        held = await job.bus.call("weights", reader, before_next, told, deadline_s=POLL_S)
         if "end" in held:
             return
         if slab is None:

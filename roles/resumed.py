@@ -127,14 +127,11 @@ class KeptSamples:
         return sum(not row.part for rows in self._by_group.values() for row in rows)
 
     def take(self, group: int, position: int, prompt: np.ndarray) -> list[KeptRow]:
-        """What is kept of a prompt group, part by part as it is put; nothing where it is another prompt by now."""
-        kept = self._by_group.pop(group, [])
-        same = [
-            row
-            for row in kept
-            if row.position == position and np.array_equal(row.columns["tokens"][: len(prompt)], prompt)
-        ]
-        return sorted(same, key=lambda row: (row.part, row.sample))
+        """What is kept of a prompt group, part by part as it is put; nothing where it is another prompt by now. A sample is of
+        this prompt where one of its rows begins with it: others may have contexts of their own."""
+        kept = [row for row in self._by_group.pop(group, []) if row.position == position]
+        same = {row.sample for row in kept if np.array_equal(row.columns["tokens"][: len(prompt)], prompt)}
+        return sorted((row for row in kept if row.sample in same), key=lambda row: (row.part, row.sample))
 
 
 def put_kept(bus: Bus, ring: str, group: int, epoch: int, kept: Sequence[KeptRow]) -> None:

@@ -33,12 +33,14 @@ from rondo.roles.engines.stops import stops_of
 from rondo.roles.forward import REPORT_S
 from rondo.roles.job import SLAB, open_job
 from rondo.roles.resumed import KeptSamples
+from rondo.roles.rewards.genrm import Genrm, Records
 from rondo.roles.rewards.pool import RewardPool
 from rondo.roles.sampling.evaluation import Evaluator, Part, result
 from rondo.roles.sampling.filters import keep_pool
 from rondo.roles.sampling.groups import Lease, PromptGroups, told_of
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.predict import Predictor
+from rondo.roles.sampling.teaching import Teaching, context_pool
 from rondo.roles.sampling.workflow import open_workflow
 from rondo.roles.serve.endpoint import endpoint
 from rondo.roles.streams import base_columns
@@ -66,20 +68,30 @@ class RolloutRole:
         ctx = self._ctx
         self._job = job = await open_job(ctx)
         config, limits = job.config, job.config.reward
-        self._progress = Progress(limits.deadline_s)
-        self._rewards = RewardPool(
-            limits.function, per=limits.per, num_workers=limits.num_workers, deadline_s=limits.deadline_s,
+        self._judge = None if config.genrm is None else Genrm(
+            config.genrm, Records(ctx.run_dir), seed=config.seed, num_workers=limits.num_workers, deadline_s=limits.deadline_s,
             load_deadline_s=ctx.load_s,
+        )  # fmt: skip
+        self._progress = Progress(limits.deadline_s + (0 if config.genrm is None else config.genrm.longest_s))
+        self._rewards = RewardPool(
+            limits.function, per=limits.per, components=limits.components, num_workers=limits.num_workers,
+            deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s, judge=self._judge,
+            weight=1.0 if config.genrm is None else config.genrm.weight,
         )  # fmt: skip
         media = None if config.media is None else MediaPool(job.model_path, config.media, load_deadline_s=ctx.load_s)
         keep = None
         if config.rollout.keep is not None:
             keep = keep_pool(config.rollout.keep, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s)
+        contexts = None
+        if config.distillation is not None and config.distillation.context is not None:
+            contexts = context_pool(
+                config.distillation.context, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s
+            )
         self._replica = replica = self.open_replica(ctx, job)
         async with AsyncExitStack() as pools:
             # Their workers take seconds to import what they need: meanwhile this process loads the model, or servers do.
             async with asyncio.TaskGroup() as opening:
-                for pool in (self._rewards, media, keep):
+                for pool in (self._rewards, media, keep, contexts):
                     if pool is not None:
                         opening.create_task(pools.enter_async_context(pool))
                 starting_s = 0.0 if config.rollout.sglang is None else config.rollout.sglang.start_deadline_s
@@ -87,13 +99,15 @@ class RolloutRole:
                     tokenizer = await ctx.compute(load_tokenizer, job.model_path)
                     stops = stops_of(job.model_path, tokenizer, config.rollout.stop, config.rollout.max_new_tokens)
                     rows, held_out = await ctx.compute(open_splits, config, Fingerprints.of_run(ctx.run_dir))
+                    order = await ctx.compute(train_order, config, rows)
                     workflow = await ctx.compute(open_workflow, config.rollout.workflow)
                     newest = newest_complete(ctx.run_dir / "checkpoints")
                     kept = await asyncio.to_thread(KeptSamples.read, newest, base_columns(config))
                     await replica.open(pools)
                     self._groups = groups = self.open_groups(
-                        ctx, job, replica.engine, tokenizer, stops, rows, train_order(config, len(rows)), kept, self._rewards,
+                        ctx, job, replica.engine, tokenizer, stops, rows, order, kept, self._rewards,
                         media, self._progress, keep, workflow,
+                        None if config.distillation is None else Teaching(config, tokenizer, contexts),
                     )  # fmt: skip
                     params = groups.params(config.rollout.temperature)
                     self._evaluator = Evaluator(
@@ -115,6 +129,8 @@ class RolloutRole:
                         await self._unless_leaving(evaluating)
                     for task in (*beside, evaluating):
                         task.cancel()
+            if self._judge is not None:
+                await ctx.report("metrics", {"genrm": asdict(self._judge.stats())})
         await replica.close()
 
     def _endpoint(self) -> AbstractAsyncContextManager[None]:
@@ -124,7 +140,7 @@ class RolloutRole:
             self._ctx, rollout.endpoint, self._replica.engine, groups.tokenizer, model_name=config.name,
             model_path=self._job.model_path, max_length=rollout.max_prompt_tokens + rollout.max_new_tokens,
             stop_token_ids=groups.stops.ids,
-            seeds=isinstance(self._replica.engine, EmbeddedEngine), tells_experts=config.train.router_replay,
+            seeds=isinstance(self._replica.engine, EmbeddedEngine), tells_experts=config.train.router_replay == "r3",
         )  # fmt: skip
 
     # ---- leases -----------------------------------------------------------------------------------------------------
@@ -184,7 +200,8 @@ class RolloutRole:
 
     async def _renew_those_further(self) -> None:
         rewards = self._rewards.stats()
-        scored = (rewards.num_scored, rewards.num_errors, rewards.num_timed_out)
+        judged = None if self._judge is None else self._judge.stats().answers
+        scored = (rewards.num_scored, rewards.num_errors, rewards.num_timed_out, judged)
         further = self._progress.since_last(self._replica.engine.progress(), scored)
         answer = await self._job.bus.call("renew", further, self._held())
         for group, epoch in answer["lost"]:
@@ -205,6 +222,8 @@ class RolloutRole:
             told = {"engine": asdict(stats[0]), "waits_s": totals()}
             if isinstance(self._replica.engine, Dispatcher):
                 told["dispatch"] = asdict(self._replica.engine.dispatch_stats())
+            if self._judge is not None:
+                told["genrm"] = asdict(self._judge.stats())
             await self._ctx.report("metrics", told)
 
     async def _tell_of_engines(self) -> None:

@@ -78,16 +78,20 @@ class AdminConfig(Section):
     """Its key (PEM, mode 0600, without a password)."""
 
     def refused(self) -> Iterator[str]:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            yield (
-                f"admin.tls_cert and admin.tls_key must be set together, got {self.tls_cert} and {self.tls_key}. "
-                "Set both, or neither"
-            )
-        if not is_loopback(self.host) and self.token_file is None:
-            yield (
-                f"admin.token_file must be set when admin.host is not loopback, got host {self.host!r} without a token. "
-                "Set admin.token_file to a file with mode 0600, or admin.host to '127.0.0.1'"
-            )
+        yield from unguarded("admin", self.host, self.token_file, self.tls_cert, self.tls_key)
+
+
+def unguarded(section: str, host: str, token_file: Path | None, cert: Path | None, key: Path | None) -> Iterator[str]:
+    """What is wrong with who may ask a server of ours: half of TLS, or an address that others reach without a token."""
+    if (cert is None) != (key is None):
+        yield (
+            f"{section}.tls_cert and {section}.tls_key must be set together, got {cert} and {key}. Set both, or neither"
+        )
+    if not is_loopback(host) and token_file is None:
+        yield (
+            f"{section}.token_file must be set when {section}.host is not loopback, got host {host!r} without a token. "
+            f"Set {section}.token_file to a file with mode 0600, or {section}.host to '127.0.0.1'"
+        )
 
 
 def is_loopback(host: str) -> bool:

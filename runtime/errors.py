@@ -1,8 +1,8 @@
 """The tree of errors, and how an error crosses a wire.
 
-Owns every error type that rondo raises on purpose, and the two functions that turn an error into JSON and back. Does
-not own who catches what. Each type is also a standard one, so that `except TimeoutError` keeps working. Texts read
-`<what> must <rule>, got <value>. <what to do>`.
+Owns every error type that rondo raises on purpose, the two functions that turn an error into JSON and back, and how a text
+names what was meant. Does not own who catches what. Each type is also a standard one, so that `except TimeoutError` keeps
+working. Texts read `<what> must <rule>, got <value>. <what to do>`.
 
 Invariant: an error of this tree, or one of the builtins in `TRAVELLERS`, arrives at the caller as its own type; a
 subclass of an error of this tree arrives as its nearest type here; anything else arrives as `RemoteError`, which names
@@ -14,6 +14,7 @@ the type. All of them carry `remote_traceback`, also as a note, so that an ordin
 from __future__ import annotations
 
 import traceback
+from collections.abc import Collection
 from typing import Any
 
 MAX_TEXT = 64 * 1024
@@ -135,9 +136,12 @@ TRAVELLERS: dict[str, type[Exception]] = {
 
 
 def describe(error: BaseException) -> dict[str, Any]:
-    """The error as JSON values: its type, what its constructor needs, and its traceback with causes."""
+    """The error as JSON values: its type, what its constructor needs, and its traceback with causes; of a cancellation, which
+    whoever asked for it knows of, none."""
+    from asyncio import CancelledError  # here, since a worker of a pool that imports this module does without
+
     kind = type(error)
-    text = _cut("".join(traceback.format_exception(error)))
+    text = "" if isinstance(error, CancelledError) else _cut("".join(traceback.format_exception(error)))
     if TRAVELLERS.get(kind.__name__) is not kind:
         nearest = next((base for base in kind.__mro__ if base in TRAVELLERS.values()), None)
         if nearest is None or not issubclass(nearest, RondoError):
@@ -166,6 +170,19 @@ def restore(described: dict[str, Any], peer: str) -> Exception:
     error.remote_traceback = text  # type: ignore[attr-defined]  # builtins take attributes too
     error.add_note(f"Remote traceback ({peer}):\n{text}")
     return error
+
+
+def closest(name: str, known: Collection[str]) -> str | None:
+    """The known name that an unknown one is nearest to, if it is near."""
+    import difflib  # most processes never need it
+
+    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
+
+
+def did_you_mean(name: str, known: Collection[str], otherwise: str) -> str:
+    """What a text about an unknown name ends with."""
+    near = closest(name, known)
+    return f"Did you mean {near!r}?" if near is not None else otherwise
 
 
 def _message(error: BaseException) -> str:

@@ -35,7 +35,7 @@ from traceback import walk_tb
 from types import FrameType, ModuleType
 from typing import Any
 
-from rondo.runtime.errors import ConfigError
+from rondo.runtime.errors import ConfigError, did_you_mean
 
 TAKEN = "rondo_code.json"
 _STDLIB = Path(sysconfig.get_path("stdlib")).resolve()
@@ -156,7 +156,9 @@ def load_reference(reference: str, what: str) -> Callable[..., Any]:
         raise ConfigError(f"{what} must name a file that exists, got {reference!r}. Check the path") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{what} must name a function of {target}, got {name!r}. {_nearest(name, module)}")
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        advice = did_you_mean(name, public, f"It has {', '.join(sorted(public)) or 'no functions'}")
+        raise ConfigError(f"{what} must name a function of {target}, got {name!r}. {advice}")
     return function
 
 
@@ -283,13 +285,3 @@ def _importable(folder: Path) -> Iterator[None]:
 
 def _is_file_module(name: str) -> bool:
     return name.startswith(_FILE_MODULE) or name == "__main__"
-
-
-def _nearest(name: str, module: ModuleType) -> str:
-    import difflib
-
-    public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-    matches = difflib.get_close_matches(name, public, n=1)
-    if matches:
-        return f"Did you mean {matches[0]!r}?"
-    return f"It has {', '.join(sorted(public)) or 'no functions'}"

@@ -15,7 +15,6 @@ settings writes the whole sentence, which stays as it is.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Callable, Iterator
 from types import FunctionType, UnionType
@@ -31,7 +30,7 @@ from pydantic import (
     model_validator,
 )
 
-from rondo.runtime.errors import ConfigError
+from rondo.runtime.errors import ConfigError, closest, did_you_mean
 from rondo.runtime.reference import as_reference
 
 _REFERENCE = BeforeValidator(as_reference)
@@ -123,16 +122,20 @@ def settings_at(path: str, text: str, place: str) -> str:
     return re.sub(rf"(?<![\w./]){place}\.(?=[a-z])", f"{path}.", text) if place and path != place else text
 
 
+def may_hold_secret(url: str) -> bool:
+    """Whether something stands in front of an @, or behind a ? or #, where keys are written. Settings are saved and shown."""
+    return "@" in url.partition("://")[2].partition("/")[0] or "?" in url or "#" in url
+
+
 def nearest(name: str, known: list[str]) -> str:
     """ "Did you mean 'x'?" when a known name is near, else the list of known names."""
-    match = _closest(name, known)
-    return f"Did you mean {match!r}?" if match is not None else f"Known: {', '.join(sorted(known))}."
+    return did_you_mean(name, known, f"Known: {', '.join(sorted(known))}.")
 
 
 def nearest_field(name: str, owner: type[BaseModel], root: type[BaseModel] | None) -> str:
     """ "Did you mean 'train.lr'?" for a name that `owner` has not: a similar one of its own, or the same in another section."""
     elsewhere = [path for path, section in sections(root) if name in section.model_fields] if root is not None else []
-    if _closest(name, list(owner.model_fields)) is not None or not elsewhere:
+    if closest(name, list(owner.model_fields)) is not None or not elsewhere:
         return nearest(name, list(owner.model_fields))
     return f"Did you mean {' or '.join(repr(f'{path}.{name}'.lstrip('.')) for path in elsewhere[:3])}?"
 
@@ -215,14 +218,10 @@ def _sentence(path: str, item: Any, title: type[Section] | None, source: str) ->
     return f"{path} must {rule}, got {value}. {where}"
 
 
-def _closest(name: str, known: list[str]) -> str | None:
-    return next(iter(difflib.get_close_matches(name, known, n=1)), None)
-
-
 def _meant(item: Any, title: type[Section] | None) -> str | None:
     """The known name that an unknown one is nearest to."""
     owner = _owner(item["loc"], title)
-    return _closest(str(item["loc"][-1]), list(owner.model_fields)) if owner is not None else None
+    return closest(str(item["loc"][-1]), list(owner.model_fields)) if owner is not None else None
 
 
 def _path(item: Any, title: type[Section] | None) -> list[str]:

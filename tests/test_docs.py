@@ -34,11 +34,19 @@ _TWO_GROUPS = (
     "{'name': 'actor', 'roles': ['actor', 'advantages', 'reference', 'actor_fwd']}]"
 )
 """In the place of five as the quick start has them, which tests/e2e runs."""
+_ONE_GROUP = "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages', 'critic']}]"
 _GSM8K = (*_SHORT, "data.held_out=8", _TWO_GROUPS)
 RUN_HERE = {
     "rondo check examples/quickstart.py": (),
     "rondo show examples/quickstart.py --set train.lr=1e-5": (),
     "rondo show examples/quickstart.py --set algorithm.kl_coef=0.05 --changed": (),
+    "rondo train examples/sft.py": ("sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8", "train.save_every=2"),
+    "rondo train examples/dpo.py": (
+        "dpo.steps=4",
+        "dpo.warmup_steps=1",
+        "dpo.batch_size=8",
+        "model.build_args={'steps': 6}",
+    ),
     "rondo sft examples/quickstart.py": ("sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8"),
     "rondo train examples/gsm8k_arithmetic.py --set data.path=PATH/TO/gsm8k/train.jsonl": _GSM8K,
     "rondo train examples/pretrained_sums.py --set model.path=FOLDER": (
@@ -47,7 +55,40 @@ RUN_HERE = {
         "evaluation.num_prompts=8",
         "groups.1.threads=1",
     ),
+    "rondo train examples/quickstart_lora.py": (
+        "num_steps=2",
+        "rollout.prompts_per_step=4",
+        "evaluation.num_prompts=8",
+        "train.warmup_steps=1",
+        "model.build_args={'steps': 6}",
+        "groups=[{'name': 'rollout', 'roles': ['rollout']}, "
+        "{'name': 'actor', 'roles': ['actor', 'advantages', 'actor_fwd']}]",
+    ),
+    "rondo train examples/on_policy_distillation.py": (
+        *_SHORT,
+        "data.held_out=8",
+        "distillation.teacher.model.build_args={'hidden_size': 32, 'steps': 2}",
+        "distillation.form=loss",
+        "distillation.support=union",
+        "distillation.top_k=4",
+        "distillation.divergence=jsd",
+        "groups=[{'name': 'rollout', 'roles': ['rollout']}, "
+        "{'name': 'actor', 'roles': ['actor', 'advantages', 'teacher', 'actor_fwd']}]",
+    ),
     "rondo train examples/omni_digits.py": _SHORT,
+    "rondo train examples/moe_r3.py": _SHORT,
+    "rondo train examples/ppo.py": (
+        *_SHORT,
+        "critic.only_steps=1",
+        "critic.warmup_steps=0",
+        "max_staleness=0",
+        _ONE_GROUP,
+    ),
+    "rondo train examples/calculator.py": (
+        *_SHORT,
+        "max_staleness=0",
+        "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
+    ),
     "rondo train examples/video_digits.py": (*_SHORT, "groups.1.processes=2"),  # on policy, on two ranks
 }
 SCRIPTS = {
@@ -65,6 +106,7 @@ AUTOSCALED = (
     "tests/launch/autoscale/test_watch.py::"
     "test_the_same_decisions_are_made_again_from_the_events_also_over_several_starts"
 )
+ADAPTERS = "tests/launch/test_export.py::test_of_a_run_of_adapters_these_become_a_folder_or_the_whole_model_does"
 ELSEWHERE = {
     "make demo": MAKE,  # and `.ci/run`, in a clean clone, as it is
     "make test": MAKE,
@@ -79,7 +121,7 @@ ELSEWHERE = {
     "rondo explain": STOPPED,
     "rondo scale rollout 3 --wait": STOPPED,
     "rondo scale rollout 1 --wait": STOPPED,
-    "rondo restart rollout --dry-run": STOPPED,
+    "rondo restart rollout actor --dry-run": STOPPED,
     "rondo resume runs/quickstart": STOPPED,
     "rondo resume runs/quickstart --accept-changes": STOPPED,
     "rondo train examples/quickstart.py --resume-or-start": "tests/launch/test_train.py::"
@@ -102,6 +144,8 @@ ELSEWHERE = {
     "test_the_command_writes_a_trace_and_says_what_is_missing",
     "rondo export runs/quickstart quickstart-hf": "tests/launch/test_export.py::"
     "test_the_newest_checkpoint_of_a_run_or_the_one_that_is_named_becomes_a_folder",
+    "rondo export runs/quickstart_lora OUT": ADAPTERS,
+    "rondo export runs/quickstart_lora OUT --merged": ADAPTERS,
     "rondo bus /tmp/bus": "tests/comm/partitions/test_host.py::test_a_signal_ends_the_command_and_leaves_no_process",
     "rondo bench table": "tests/benchmarks/test_table.py::test_the_command_writes_the_figures_of_the_last_runs_into_the_page",
     "rondo bench": "tests/launch/test_bench.py::test_without_a_name_every_benchmark_is_listed_with_what_it_measures",
@@ -116,10 +160,12 @@ ELSEWHERE = {
 }
 """The test that shows what a command does, with other folders and ports."""
 BY_HAND = {
+    "rondo bench algorithms docs/algorithms",
     "rondo bench autoscale",
     "rondo bench bus --peers-python PEERS_VENV/bin/python",
     "rondo bench calls",
     "rondo bench chaos",
+    "rondo bench distill",
     "rondo bench faults",
     "rondo bench fit",
     "rondo bench generation",
@@ -127,12 +173,13 @@ BY_HAND = {
     "rondo bench gpu copies",
     "rondo bench growth",
     "rondo bench link",
+    "rondo bench lora",
     "rondo bench media",
     "rondo bench omni",
     "rondo bench paper",
     "rondo bench ring",
     "rondo bench scale",
-    "rondo bench router_replay",
+    "rondo bench experts",
     "rondo bench shared_prompts",
     "rondo bench soak",
     "rondo bench start",
@@ -190,13 +237,13 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert missing == []
 
 
-SELDOM = {"rondo train examples/video_digits.py"}
-"""With RONDO_TEST_LONG=1 alone: tests/e2e/test_omni.py trains on every kind of media."""
+SELDOM = {"dpo", "gsm8k_arithmetic", "moe_r3", "omni_digits", "sft", "video_digits"}
+"""Examples that run with RONDO_TEST_LONG=1 alone: tests/e2e/ trains on every kind of media, and replays routes."""
 
 
 @pytest.mark.parametrize(
     "command",
-    [each for each in RUN_HERE if LONG or each not in SELDOM],
+    [each for each in RUN_HERE if LONG or Path(each.split()[2]).stem not in SELDOM],
     ids=lambda command: command.split()[1] + " " + command.split()[2][9:],
 )
 def test_a_command_of_the_docs_does_what_it_says(command: str, tmp_path: Path) -> None:
@@ -212,7 +259,7 @@ def test_a_command_of_the_docs_does_what_it_says(command: str, tmp_path: Path) -
     done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     if words[1] in ("train", "sft"):
-        weights = (tmp_path / "runs" / "latest" / "checkpoints").glob("step_*/hf/model.safetensors")
+        weights = (tmp_path / "runs" / "latest" / "checkpoints").glob("step_*/*/*model.safetensors")
         assert [path.stat().st_size > 0 for path in weights] == [True]
 
 

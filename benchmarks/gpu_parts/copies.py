@@ -27,7 +27,7 @@ from benchmarks.gpu import Options
 from benchmarks.gpu_parts import ranks
 from benchmarks.gpu_parts.shapes import QWEN3_4B, TINY, Shape, write_model
 from benchmarks.gpu_parts.training import timed
-from rondo.comm.weights.publisher import Publisher
+from rondo.comm.weights.publication import publish as publish_version
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.snapshot import HotSnapshot, snapshot_bytes
 from rondo.comm.weights.together import other_part
@@ -86,7 +86,6 @@ def work(options: Options, device: str, folder: Path, settings: dict[str, Any]) 
         memory("slab", slab_bytes(sizes["publication"], len(weights), _VERSIONS), trainer.publishing) as shared,
     ):
         snapshot, slab = HotSnapshot(held), WeightSlab(shared, _VERSIONS)
-        publisher = Publisher(slab, beside=trainer.publishing) if rank == 0 else None
         versions = itertools.count(1)
 
         def save() -> None:
@@ -94,8 +93,10 @@ def work(options: Options, device: str, folder: Path, settings: dict[str, Any]) 
 
         def publish(tensors: Any = None) -> None:
             tensors, version = tensors or trainer.weights(), next(versions)
-            if publisher is not None:
-                publisher.copy(version % _VERSIONS, attempt=0, version=version, tensors=tensors)
+            if rank == 0:
+                publish_version(
+                    slab, version % _VERSIONS, attempt=0, version=version, tensors=tensors, beside=trainer.publishing
+                )
             else:
                 assert trainer.publishing is not None
                 other_part(slab, tensors, trainer.publishing, attempt=0, version=version)
@@ -118,8 +119,6 @@ def work(options: Options, device: str, folder: Path, settings: dict[str, Any]) 
                 seconds[name].append(timed(function, device))
                 trainer.discard()
         middle = {name: statistics.median(each[1:]) for name, each in seconds.items()}  # pages are made in the first
-        if publisher is not None:
-            publisher.close()
         snapshot.close()
         slab.close()
     copied_s = middle["snapshot"] + middle["publication"]

@@ -7,10 +7,11 @@ Invariant: a round of a forward stream is planned only with room promised for ev
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from rondo.comm.bus import wakes
-from rondo.comm.bus.group import RESPONSE
+from rondo.comm.bus.group import LENGTH, RESPONSE
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.rounds import Round, Stream, train_scope
 from rondo.comm.bus.transitions import Transitions, at_once
@@ -53,8 +54,11 @@ class Consuming(Transitions):
         def made() -> dict[str, Any] | None:
             found = rounds.find(stream, scope, index)
             if not found:
-                rests = not self.index.trains(stream, step) if step is not None else self._drains(member, incarnation)
-                if rests or self.index.done or self._draining:
+                rests = step is not None and not self.index.trains(stream, step)
+                stops = self._draining and not self._completes(stream, step)
+                if rests or self.index.done or stops or self._leaves(member, incarnation, step):
+                    if stops and not rests:
+                        self._give_up(step)
                     return {"end": True}  # the same for every rank: one plan is for all of them
                 if self._wakes.is_vain(plan, *topics):
                     return None
@@ -68,6 +72,31 @@ class Consuming(Transitions):
             return {"rounds": [round_of(self.index, each, rank) for each in found]} if found else None
 
         return await self._until(member, incarnation, made, *topics)
+
+    def _leaves(self, member: str, incarnation: int, step: int | None) -> bool:
+        """Whether this member, which drains, gets no more rounds: a trainer behind a whole step. Once it was told, it leaves: its
+        other ranks are told the same."""
+        if not self._drains(member, incarnation):
+            return False
+        whole = step is None or self.config.generates(member) or self.index.rounds.may_leave(member, step)
+        if whole:
+            self._leaving.add((member, incarnation))
+        return whole
+
+    def _completes(self, stream: str, step: int | None) -> bool:
+        """Whether a run that is being stopped goes on with a step: another role has trained it, and all that this one needs for
+        it is there."""
+        others = (report for role, report in self.index.prepared.items() if role != stream)
+        if step is None or self.index.is_left(step) or not any(report["version"] == step + 1 for report in others):
+            return False
+        return self.index.has_all(stream, step)
+
+    def _give_up(self, step: int | None) -> None:
+        """What another role alone trains of a step that one is told to leave is not committed any more: in the journal before the
+        answer goes."""
+        if step is not None and not self.index.is_left(step):
+            self._fold({"event": "left", "step": step})
+            asyncio.get_running_loop().call_soon(self._wakes.wake_all)  # behind this answer
 
     def _plan(self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool) -> list[Round]:
         planned = self.index.plan_rounds(stream, member, incarnation, step, full=full)
@@ -99,8 +128,18 @@ class Consuming(Transitions):
         if not spans:
             return 0
         groups = self.index.groups
-        tokens = max([max(groups[g].info[RESPONSE][groups[g].at(part, first, n)]) for g, part, first, n in spans])
-        return worst_case_bytes(num_rows(spans), [(name, spec.output_bytes_per_token, tokens) for name in spec.outputs])
+
+        def longest(kind: int) -> int:
+            return max([max(groups[g].info[kind][groups[g].at(part, first, n)]) for g, part, first, n in spans])
+
+        of_responses, of_samples = longest(RESPONSE), longest(LENGTH) if spec.sample_bytes else 0
+        columns = [
+            (name, spec.sample_bytes[name], of_samples)
+            if name in spec.sample_bytes
+            else (name, spec.output_bytes_per_token, of_responses)
+            for name in spec.outputs
+        ]
+        return worst_case_bytes(num_rows(spans), columns)
 
     @at_once
     def ack(self, member: str, incarnation: int, key: str, rank: int) -> None:

@@ -153,13 +153,15 @@ class Coordinator(Leasing, Consuming, Publishing):
             self._rings.forget(f"ring/{group}/")
         if self._drains(group, incarnation):
             del self._draining_members[group]
+        self._leaving.discard((group, incarnation))
 
     @endpoint
     async def member_drains(self, group: str, incarnation: int, stays: bool = False) -> None:
-        """This member gets nothing more, and is told to end when it has done what it has; or else, where it `stays`, goes on."""
+        """This member gets nothing more, and is told to end when it has done what it has; or else, where it `stays`, goes on,
+        unless one of its ranks was told already that no more rounds come: it leaves then, and starts again."""
         if not stays:
             self._draining_members[group] = incarnation
-        elif self._drains(group, incarnation):
+        elif self._drains(group, incarnation) and (group, incarnation) not in self._leaving:
             del self._draining_members[group]
         self._wakes.wake_all()
 

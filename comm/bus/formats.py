@@ -4,10 +4,11 @@ Owns the number of the form and the ways from every older one to today's; not wh
 (`journal.py`). A dump names its format and the release that wrote it; the events behind a snapshot have the snapshot's. Format 0
 is what was written before there was a number.
 
-    index.dump()            -> {"format": 4, "release": "0.1.0", "attempt": 0, ...}
+    index.dump()            -> {"format": 5, "release": "0.1.0", "attempt": 0, ...}
     state_of(dump, path)    -> the same in today's form; ConfigError in one line where a newer release wrote it
 
 Since format 4 a put is journalled as its record's own bytes (`puts.py`); before, field by field as the index takes it.
+Since format 5 the journal says which step a trainable role was told to leave.
 
 Invariant: a field that an older dump does not have is left out here too, and begins as in a new index; so only what changed its
 form needs a step in `_STATES` or `_EVENTS`.
@@ -20,7 +21,7 @@ from typing import Any
 
 from rondo.runtime import formats
 
-FORMAT = 4
+FORMAT = 5
 
 NOTHING = "nothing"
 """The event that what has no meaning any more becomes."""

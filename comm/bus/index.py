@@ -47,6 +47,7 @@ class Index(Accounts):
         self.trainable = tuple(stream.name for stream in rules.streams if stream.kind == "train")
         self.checksums: dict[str, int] = {}  # trainable role -> checksum of its weights at `version`
         self.prepared: dict[str, dict[str, Any]] = {}  # trainable role -> what it has reported of the next version
+        self.left: int | None = None  # the first step that a trainable role was told to leave: the run is being stopped
         self.refused_rows = 0
         self.media_bytes = 0  # put as media, ever, refused ones included
         self.row_bytes = 0  # put as samples, likewise
@@ -95,6 +96,7 @@ class Index(Accounts):
         self.space, self.versions = Space(), Versions(self.rules.num_slots)
         self.rounds = Rounds(self.rules.streams)
         self.prepared.clear()
+        self.left = None
         self.evaluation_parts.clear()
         for group in self._outstanding():
             self._hold(group, None)
@@ -298,6 +300,10 @@ class Index(Accounts):
         if event["version"] == self.next_version:
             self.prepared[event["role"]] = {name: event[name] for name in ("member", "version", "checksum", "spans")}
 
+    def _on_left(self, event: Event) -> None:
+        """A trainable role was told to leave a step that it has not trained: neither it nor any behind it is committed."""
+        self.left = event["step"] if self.left is None else min(self.left, event["step"])
+
     def _on_commit(self, event: Event) -> None:
         """The last trainable role holds version `version` on every rank too. Version v > 0 trained step v - 1, each role that
         trains it on exactly the rows of its spans."""
@@ -384,6 +390,15 @@ class Index(Accounts):
         """Whether a trainable role trains a step, or leaves its weights as they are."""
         return step >= self.rounds.lanes[role].spec.first_step
 
+    def is_left(self, step: int) -> bool:
+        """Whether a step is not committed any more, since a trainable role was told to leave it or one before."""
+        return self.left is not None and step >= self.left
+
+    def has_all(self, role: str, step: int) -> bool:
+        """Whether every row of a step has all that a trainable role reads of it."""
+        members = self.membership(step)
+        return len(members) == self.rules.groups_per_step and self.rounds.has_all(role, members)
+
     def plan_rounds(
         self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool = False
     ) -> list[Round]:
@@ -407,6 +422,7 @@ class Index(Accounts):
         "version",
         "checksums",
         "prepared",
+        "left",
         "next_group",
         "next_position",
         "counts",

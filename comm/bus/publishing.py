@@ -15,7 +15,7 @@ from rondo.comm.bus.index import Index
 from rondo.comm.bus.transitions import Transitions, at_once
 from rondo.comm.ring.spans import Span, by_part, num_rows
 from rondo.runtime.actors.actor import endpoint
-from rondo.runtime.errors import Refused
+from rondo.runtime.errors import Refused, Stopping
 
 
 class Publishing(Transitions):
@@ -23,26 +23,34 @@ class Publishing(Transitions):
 
     @at_once
     def committed(self, member: str, incarnation: int) -> dict[str, Any]:
-        """The newest committed version, with its checksum for each trainable role; None before the first commit of a run."""
+        """The newest committed version, with its checksum for each trainable role; None before the first commit of a run.
+        `restarts`: this member leaves to start again, in a run that goes on."""
         return {
             "version": self.index.version,
             "checksums": self.index.checksums,
             "attempt": self.index.attempt,
             "done": self.index.done,
+            "restarts": self._drains(member, incarnation) and not (self._draining or self.index.done),
         }
 
     @endpoint
     async def await_version(
-        self, member: str, incarnation: int, version: int, *, commits: bool = False
+        self, member: str, incarnation: int, version: int, *, commits: bool = False, by: str = ""
     ) -> dict[str, Any]:
-        """Waits until `version` or a newer one is committed. Stopping when the run is being stopped, and nothing is yet; not for
-        who takes part in this commit."""
+        """Waits until `version` or a newer one is committed. Stopping when the run is being stopped, and nothing is yet; for who
+        takes part in this commit, when another role will not. by: until this trainable role has made it, for its part."""
 
         def reached() -> dict[str, Any] | None:
             newest = self.index.version
-            if newest is None and not commits:
+            if newest is not None and newest >= version:
+                return {"version": newest}
+            if by and self.index.prepared.get(by, {}).get("version") == version:
+                return {"version": version}
+            if commits:
+                self._check_comes(version)
+            elif newest is None:
                 self._check_goes_on(f"version {version}")
-            return {"version": newest} if newest is not None and newest >= version else None
+            return None
 
         return await self._until(member, incarnation, reached)
 
@@ -72,7 +80,7 @@ class Publishing(Transitions):
 
         With the last trainable role the version is committed, and its rows are released. Before, this role is prepared: it keeps
         the snapshots of `version` and of the one before, makes no further one, and waits (`await_version`). A death withdraws
-        what was prepared. Answers the newest committed version.
+        what was prepared. Answers the newest committed version. Stopping where another role will not train the step any more.
         """
         if attempt != self.index.attempt:
             raise Refused(f"commit must come from attempt {self.index.attempt}, got {attempt}. This process is late.")
@@ -84,6 +92,7 @@ class Publishing(Transitions):
         role = role or roles[0]
         if version != self.index.version and self.index.prepared.get(role, {}).get("version") != version:
             check_commit(self.index, role, version, checksum, spans)
+            self._check_comes(version)
             last = set(roles) - {role} <= self.index.prepared.keys()
             groups = self.index.steps.get(version - 1, [])
             self._emit(
@@ -95,6 +104,11 @@ class Publishing(Transitions):
             if last:
                 self._committed(groups)
         return {"version": self.index.version}
+
+    def _check_comes(self, version: int) -> None:
+        """Stopping for a version that one of several trainable roles does not make any more."""
+        if len(self.index.trainable) > 1 and (self.index.is_left(version - 1) or (version and self.index.done)):
+            raise Stopping(f"version {version} must be made by every trainable role, got one that has left its step.")
 
     def _committed(self, groups: list[int]) -> None:
         """`groups`: all that were admitted for the step that is over."""

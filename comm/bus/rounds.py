@@ -55,6 +55,8 @@ class Stream:
     media: bool = False  # reads the media of prompt groups too
     fixed: bool = False  # rounds follow from admission order and lengths alone, never from what is ready when
     output_bytes_per_token: int = 4
+    # outputs with something for every token of a sample, not of its response alone -> bytes of each token
+    sample_bytes: Mapping[str, int] = field(default_factory=dict)
     mini_batches: int = 1  # a train stream's optimizer steps in one pass over a step's groups
     passes: int = 1  # how often a train stream goes through a step's groups
     first_step: int = 0  # the first step that a train stream trains; before it, its role commits unchanged weights
@@ -143,6 +145,10 @@ class Rounds:
             lane.taken.add(group.id)
             if not lane.spec.outputs or not group.complete(lane.spec.outputs):
                 lane.list_ready(group.step, group.id)
+
+    def has_all(self, stream: str, groups: Collection[int]) -> bool:
+        """Whether the inputs of some groups are complete for a stream."""
+        return self.lanes[stream].taken.issuperset(groups)
 
     def withdraw(self, group: int, step: int) -> None:
         """A settled group is offered to nobody; rounds that hold it keep it until they are acknowledged."""
@@ -281,6 +287,13 @@ class Rounds:
         """Whether there is such a round, and somebody may still read it."""
         return key in self._by_key
 
+    def may_leave(self, member: str, step: int) -> bool:
+        """Whether a trainer that is to leave needs no round of a step: none is planned for it, or others of its process that
+        leave with it would have made what is missing."""
+        lanes = [lane for lane in self.lanes.values() if member in lane.layouts]
+        begun = any(train_scope(step) in lane.planned for lane in lanes)
+        return not begun or any(lane.spec.kind == "forward" for lane in lanes)
+
     # ---- the fold ---------------------------------------------------------------------------------------------------
 
     def join(self, stream: str, member: str, ranks: int, tokens: int) -> None:
@@ -327,6 +340,8 @@ class Rounds:
         """A member is proved dead: its unacknowledged forward rounds are undone. Groups that nobody pins any more."""
         unpinned: list[int] = []
         for lane in self.lanes.values():
+            for scope in [scope for scope in lane.planned if scope.rpartition(".")[0] == member]:
+                del lane.planned[scope]  # of the next life they are named otherwise
             if lane.spec.kind == "forward":
                 for scope in [scope for scope in lane.rounds if scope.rsplit(".", 1)[0] == member]:
                     for made in lane.rounds.pop(scope).values():
@@ -338,8 +353,6 @@ class Rounds:
         """A member that was forgotten does not come again."""
         for lane in self.lanes.values():
             lane.layouts.pop(member, None)
-            for scope in [scope for scope in lane.planned if scope.rpartition(".")[0] == member]:
-                del lane.planned[scope]
 
     def close(self, step: int) -> None:
         """A step is committed: its training rounds are history."""

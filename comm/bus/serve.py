@@ -47,7 +47,7 @@ def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attem
         if not journal.empty and index.attempt == attempt:
             return index, ledger
     kept = orjson.loads((checkpoint / "index.json").read_bytes()) if checkpoint is not None else {}
-    state = kept["index"] if kept else Index(rules).dump()
+    state = kept.get("index") or Index(rules).dump()  # one of a job without samples has none
     index = Index.load(rules, state, checkpoint)
     ledger.roll_back(state)
     state = {**index.dump(), "audit": ledger.dump()}  # in today's form, as everything behind it

@@ -139,6 +139,7 @@ class Transitions(Actor):
         self._draining_members: dict[
             str, int
         ] = {}  # get nothing more -> their incarnations; not journalled: the roster says it
+        self._leaving: set[tuple[str, int]] = set()  # of those, who was told that no more rounds come
         self._short: set[str] = set()  # members that wait for room in a ring of theirs
         self._told_failures = 0  # prompt groups that had failed in a row when that was told last
         self._reports: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
@@ -234,7 +235,8 @@ class Transitions(Actor):
                 if "info" in event:
                     now = self._clock()
                     for group, *_ in event["spans"]:
-                        self._put_at[group] = now
+                        if group in self.index.groups:  # else its step may be over, with which its time goes
+                            self._put_at[group] = now
             elif event["event"] == "ack":
                 self._has_room(event["key"].split("/")[1].rpartition(".")[0], topics)
             else:

@@ -52,7 +52,7 @@ def helped(event: Event) -> tuple[str, ...]:
             return (SLOTS,)
         case "publishing" | "published":
             return (WEIGHTS,)
-        case "admit" | "prepared" | "grant" | "hold":
+        case "admit" | "grant" | "hold":
             return ()
     return (_EVERYBODY,)
 

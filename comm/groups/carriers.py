@@ -146,7 +146,12 @@ def _my_address(store: Any) -> str:
     """The address by which this process reaches the store: the others reach it there too."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    family, kind, protocol, _, address = socket.getaddrinfo(store.host, store.port, type=socket.SOCK_DGRAM)[0]
+    return local_address(store.host, store.port)
+
+
+def local_address(host: str | None, port: int) -> str:
+    """The address of this machine by which `host` reaches it."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind, protocol) as probe:  # connecting a datagram socket sends nothing
         probe.connect(address)
         return str(probe.getsockname()[0])

@@ -67,7 +67,7 @@ class Stream(FrameProtocol):
         """Safe to call twice."""
         self.owner, self.open = None, False
         self.transport.abort()
-        self._forget_hello()
+        self._forget_timer()
         self._direct, self._rests, self._whole = None, [], []  # memory of the mirror
 
     # ---- as a protocol of the loop ----------------------------------------------------------------------------------

@@ -35,9 +35,10 @@ from typing import Any
 
 from rondo.runtime.actors.actor import Actor, Server, endpoint, serve
 from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.admin.tokens import write_private
 from rondo.runtime.errors import ConfigError, PeerGone, Refused, WorkerDied
 from rondo.runtime.memory.segments import SegmentServer
-from rondo.runtime.processes.process import exit_text, stat, when_over
+from rondo.runtime.processes.process import exit_text, over, stat, when_over
 from rondo.runtime.supervision.launcher import start as start_process
 from rondo.runtime.waits import waiting
 
@@ -166,9 +167,7 @@ class Host(Actor):
         shutil.rmtree(self.folder / _RUN, ignore_errors=True)
         (self.folder / _RUN).mkdir()
         token = secrets.token_hex(16)
-        fd = os.open(self.folder / TOKEN, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(fd, "w") as file:
-            file.write(token)
+        write_private(self.folder / TOKEN, token)
         return token
 
     # ---- the coordinator --------------------------------------------------------------------------------------------
@@ -185,9 +184,7 @@ class Host(Actor):
         while True:
             self._ready.clear()
             self._process = start_process(command, environment, self.folder / _LOG)
-            ended = asyncio.Event()
-            self._when_ended(self._process.pid, ended.set)
-            await ended.wait()
+            await over(self._process.pid)
             code = self._process.wait()  # it is a zombie: this does not block
             if not self._ready.is_set() or (len(restarts) == _RESTARTS and now() - restarts[0] < _WITHIN_S):
                 lines = (self.folder / _LOG).read_text(errors="replace").splitlines() or ["nothing"]

@@ -3,8 +3,7 @@
 one version    manifest (what it is made of), held (a receiver's copy, and when it counts), sums (a bucket's checksum)
 ways           delta (what changed since the version before), broadcast (other nodes and jobs; with topology),
                ipc (the same device)
-when           publisher (copies and sums between two steps; further sendings run beside the next one); copying by one process,
-               together by all ranks that have parts
+when           publication (between two steps): copying by one process, together by all ranks that have parts
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _FACE = {
     "Held": "rondo.comm.weights.held",
     "Published": "rondo.comm.weights.held",
     "VersionId": "rondo.comm.weights.held",
-    "Publisher": "rondo.comm.weights.publisher",
+    "publish": "rondo.comm.weights.publication",
     "send_version": "rondo.comm.weights.broadcast",
     "receive_version": "rondo.comm.weights.broadcast",
 }

@@ -1,6 +1,6 @@
 """Copying a version into a slot on several threads, each bucket summed while it is in the cache.
 
-Owns which thread copies what. Does not own the slot (`slab.py`) nor when the version counts (`publisher.py`).
+Owns which thread copies what. Does not own the slot (`slab.py`) nor when the version counts (`publication.py`).
 
     tensors    |  a   |      b            | c | d | ...
     buckets    |   0    |    1    |    2    |  ...            a bucket is one piece of work: copy two megabytes, sum them,

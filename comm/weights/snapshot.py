@@ -46,8 +46,10 @@ class HotSnapshot:
             )
         self._slab = WeightSlab(segment, _NUM_SLOTS)
 
-    def write(self, version: int, tensors: Mapping[str, torch.Tensor], state: dict[str, Any]) -> None:
-        """Copy a version in (tensors of any dtype, device and strides).
+    def write(
+        self, version: int, tensors: Mapping[str, torch.Tensor], state: dict[str, Any], *, checksum: int | None = None
+    ) -> None:
+        """Copy a version in (tensors of any dtype, device and strides). `checksum`: what its owner proves it by.
 
         Raises OutOfSpace when it is larger than a slot; the version below is there all the same.
         """
@@ -56,7 +58,7 @@ class HotSnapshot:
         writer = self._slab.write(slot, attempt=0, version=version, summed=False)
         for name, tensor in tensors.items():
             writer.add(name, tensor)
-        writer.finish(extra={"state": state})
+        writer.finish(extra={"state": state, "checksum": checksum})
         if held.get(1 - slot) == version:
             self._slab.clear(1 - slot)
 
@@ -70,12 +72,20 @@ class HotSnapshot:
 
         Raises KeyError when the snapshot does not hold it, CorruptData when its manifest is damaged.
         """
+        block, manifest = self._held(version)
+        return manifest.views(block), manifest.more["state"]
+
+    def checksum(self, version: int) -> int | None:
+        """What was told of it when it was written. Raises as `views`."""
+        found: int | None = self._held(version)[1].more.get("checksum")
+        return found
+
+    def _held(self, version: int) -> tuple[Any, Any]:
         held = self._slab.complete()
         if version not in held:
             raise KeyError(f"version {version} must be in the hot snapshot, which holds {self.versions() or 'none'}.")
         slot, checksum = held[version]
-        block, manifest = self._slab.contents(slot, attempt=0, version=version, checksum=checksum, summed=False)
-        return manifest.views(block), manifest.more["state"]
+        return self._slab.contents(slot, attempt=0, version=version, checksum=checksum, summed=False)
 
     def versions(self) -> tuple[int, ...]:
         """The versions that can be read, oldest first."""

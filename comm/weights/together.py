@@ -1,7 +1,7 @@
 """One version written into a slot by all ranks that have parts of it: each copies its own, and none gathers.
 
 Owns who copies and who sums what, and when all of it is there. Does not own which rank has what (an iterator of named tensors,
-`models/published.py`), the slot (`slab.py`), or when the version counts (`publisher.py`).
+`models/published.py`), the slot (`slab.py`), or when the version counts (`publication.py`).
 
     rank 0    begins the slot, tells it | its rows of every tensor | all meet | sums of half of the buckets | completes the slot
     rank 1                              | its rows of every tensor |          | sums of the other half      |

@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from rondo.launch.autoscale.decide import AutoscaleConfig, Decision, Sample, State, decide
-from rondo.launch.autoscale.watch import DECIDED, HELD
+from rondo.launch.autoscale.watch import DECIDED, HELD, RULES
 from rondo.launch.config import override, unresolve
 from rondo.launch.report.records import read_records
 from rondo.launch.rundir import existing_run, read_json
@@ -37,14 +37,17 @@ class Replayed:
         return all(self.told.get(name) == made[name] for name in ("action", "target", "reason"))
 
 
-def replay(records: Iterable[Mapping[str, Any]], rules: AutoscaleConfig) -> Iterator[Replayed]:
-    """Of a run's events, in their order. Each start of the run begins anew."""
-    state = State()
+def replay(records: Iterable[Mapping[str, Any]], rules: AutoscaleConfig, *, others: bool = False) -> Iterator[Replayed]:
+    """Of a run's events, in their order. Each start of the run begins anew, as does whoever changes the rules; `others`:
+    these are not the run's, and stay."""
+    state, own, begun = State(), rules, False
     for record in records:
+        if record.get("kind") == RULES and not others:
+            rules, begun = AutoscaleConfig(**record["rules"]), True
         if record.get("kind") not in (DECIDED, HELD):
             continue
         if record["number"] == 0:
-            state = State()
+            state, rules, begun = State(), rules if begun else own, False
         state, decision = decide(state, Sample(**record["sample"]), rules)
         yield Replayed(record["time"], record, decision)
 
@@ -55,7 +58,7 @@ def main(path: Path, sets: Sequence[str], *, as_json: bool) -> int:
     config = override(unresolve(read_json(run / "config.resolved.json")), sets)
     if config.autoscale is None:
         raise ConfigError(f"autoscale must be set in the settings of {run}, got nothing. Name a run that has it")
-    found = list(replay(read_records(run / "events.jsonl"), config.autoscale))
+    found = list(replay(read_records(run / "events.jsonl"), config.autoscale, others=bool(sets)))
     other = [] if sets else [each for each in found if not each.same]
     changes = [each for each in found if each.decision.action != "hold"]
     if as_json:

@@ -13,13 +13,16 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rondo.launch.autoscale.decide import AutoscaleConfig, Decision, Sample, State, decide
+from rondo.runtime.errors import ConfigError
 from rondo.runtime.records.telling import tell_every
 
 if TYPE_CHECKING:
     from rondo.launch.elastic.scaler import Scaler
 
 ROLE = "rollout"
-DECIDED, HELD = "autoscale", "autoscale_holds"
+DECIDED, HELD, RULES = "autoscale", "autoscale_holds", "autoscale_rules"
+ASKED = "autoscale: "
+"""How the reasons of its requests begin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,9 @@ class Autoscaler:
         tell: Callable[[str, Mapping[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rules, self._replicas, self._scale, self._tell = rules, replicas, scale, tell
+        self.rules, self.enabled = rules, True
+        self.last: Decision | None = None
+        self._replicas, self._scale, self._tell = replicas, scale, tell
         self._clock, self._began_at = clock, clock()
         self._state = State()
         self._engines: dict[str, Mapping[str, Any]] = {}
@@ -63,12 +68,51 @@ class Autoscaler:
         async def look() -> None:
             self.look()
 
-        await tell_every("autoscaler", self._rules.period_s, look)
+        await tell_every("autoscaler", self.rules.period_s, look)
 
-    def look(self) -> Decision:
-        """One sample, and what follows from it."""
+    def enable(self, enabled: bool) -> None:
+        """It decides nothing any more, or begins anew."""
+        if enabled != self.enabled:
+            self.enabled = enabled
+            self._begin()
+
+    def change(self, rules: AutoscaleConfig) -> None:
+        """Begin anew under other rules. ConfigError for what stays."""
+        if rules.period_s != self.rules.period_s:
+            raise ConfigError(
+                f"autoscale.period_s must stay while a run goes on, {self.rules.period_s:g}, got {rules.period_s:g}. "
+                "Set it, and resume the run"
+            )
+        self.rules = rules
+        self._begin()
+
+    def _begin(self) -> None:
+        self._state, self._num, self.last = State(), 0, None
+        self._tell(RULES, {"rules": self.rules.model_dump(), "enabled": self.enabled})
+
+    def conditions(self) -> dict[str, Any]:
+        """What decides: value and threshold by the name of the setting, and what they were read from."""
+        last, rules, state = self.last, self.rules, self._state
+        if last is None or last.wait is None or last.use is None or last.queue is None:
+            return {}
+        told = {
+            name: {"value": value, "threshold": most, "met": value > most if name.endswith("out") else value < most}
+            for name, value, most in (
+                ("wait_out", last.wait, rules.wait_out), ("use_out", last.use, rules.use_out),
+                ("queue_out", last.queue, rules.queue_out), ("wait_in", last.wait, rules.wait_in),
+                ("use_in", last.use, rules.use_in),
+            )
+        }  # fmt: skip
+        since = {"out_since": state.out_since, "in_since": state.in_since, "at": last.at, "reason": last.reason}
+        return {"conditions": told, "metrics": asdict(state.samples[-1]), "observations": since}
+
+    def look(self) -> Decision | None:
+        """One sample, and what follows from it; None while it decides nothing."""
+        if not self.enabled:
+            return None
         sample = self._sample()
-        self._state, decision = decide(self._state, sample, self._rules)
+        self._state, decision = decide(self._state, sample, self.rules)
+        self.last = decision
         fields = {name: value for name, value in asdict(decision).items() if name != "at"}
         kind = HELD if decision.action == "hold" else DECIDED
         self._tell(kind, {**fields, "number": self._num, "sample": asdict(sample)})
@@ -100,5 +144,5 @@ def autoscaler(rules: AutoscaleConfig, scaler: Scaler, tell: Callable[[str, Mapp
         return Replicas(view.replicas.get(ROLE, ()), serving, scaling=view.active is not None)
 
     return Autoscaler(
-        rules, replicas, lambda target, reason: scaler.request(ROLE, target, reason=f"autoscale: {reason}"), tell
+        rules, replicas, lambda target, reason: scaler.request(ROLE, target, reason=f"{ASKED}{reason}"), tell
     )

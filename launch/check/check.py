@@ -39,12 +39,15 @@ from rondo.launch.check.target import (
     tell_hosts,
 )
 from rondo.launch.config import RunConfig, resolve
+from rondo.launch.groups import TRAINED
 from rondo.launch.machine import folder_problem, num_cores, port_problem, show_bytes
 from rondo.launch.rundir import owner
+from rondo.roles.config import EndpointConfig, SupervisedConfig
 from rondo.roles.engines.sglang.requirements import of_context
-from rondo.roles.streams import media_bytes, row_bytes
+from rondo.roles.streams import media_bytes, row_bytes, sampled_bytes
 from rondo.runtime.admin.tls import server_context
 from rondo.runtime.admin.tokens import read_token_file
+from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, WorkerDied
 from rondo.runtime.memory.free import free_memory_bytes
 from rondo.runtime.processes import process
@@ -103,7 +106,7 @@ def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Find
     return [
         *_settings(config, facts),
         *_host(config),
-        *look_at_sglang(config),
+        *(look_at_sglang(config) if config.job == "rl" else ()),
         *_devices(config, facts),
         *tell_hosts(config, facts),
         *_memory(config, facts, *memory),
@@ -112,9 +115,14 @@ def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Find
 
 def _settings(config: RunConfig, facts: Facts) -> Iterator[Finding]:
     """What holds on every machine."""
+    if config.own is not None:
+        yield from _job(config, config.own, facts)
+        return
     yield from _batch(config)
     yield from _learning(config)
-    yield from _ring(config, routed_bytes(config, facts.shape))
+    yield from _ring(config, sampled_bytes(config, routed := routed_bytes(config, facts.shape)))
+    yield from _column_ring(config, routed)
+    yield from _compared(config)
     yield from _model(config, facts)
 
 
@@ -131,21 +139,42 @@ def memory_order() -> Finding:
     )
 
 
+def _job(config: RunConfig, own: SupervisedConfig, facts: Facts) -> Iterator[Finding]:
+    """Of one without rollouts."""
+    trains = config.group_of("actor")
+    assert trains is not None
+    yield ok(
+        f"a step trains {own.batch_size} rows on {trains.processes} process(es), in {config.train.dtype}, at most "
+        f"{own.micro_batch_tokens} tokens at once"
+    )
+    if own.batch_size < trains.processes:
+        yield note(
+            f"{config.job}.batch_size {own.batch_size} leaves some of {trains.processes} processes without a row, which "
+            "compute as long. Raise it, or lower the group's processes"
+        )
+    if facts.num_parameters is not None:
+        yield ok(f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions")
+
+
 def _batch(config: RunConfig) -> Iterator[Finding]:
     """Every rank that trains must get a sample in every step."""
-    actor, rollout = config.group_of("actor"), config.rollout
-    assert actor is not None
+    rollout = config.rollout
     num_samples = rollout.prompts_per_step * rollout.samples_per_prompt
-    if num_samples < actor.processes:
-        yield error(
-            "rollout.prompts_per_step * rollout.samples_per_prompt must be at least the processes that train, "
-            f"{actor.processes} in {actor.name!r}, got {rollout.prompts_per_step} * {rollout.samples_per_prompt} = "
-            f"{num_samples}. Raise rollout.prompts_per_step, or lower the group's processes"
-        )
-        return
-    if num_samples % actor.processes:
-        yield note(f"{num_samples} samples a step over {actor.processes} processes: some get one more than others")
-    yield ok(f"a step trains {num_samples} samples on {actor.processes} process(es), in {config.train.dtype}")
+    for role in TRAINED:
+        group = config.group_of(role)
+        if group is None:
+            continue
+        if num_samples < group.processes:
+            yield error(
+                "rollout.prompts_per_step * rollout.samples_per_prompt must be at least the processes that train, "
+                f"{group.processes} in {group.name!r}, got {rollout.prompts_per_step} * {rollout.samples_per_prompt} = "
+                f"{num_samples}. Raise rollout.prompts_per_step, or lower the group's processes"
+            )
+            continue
+        if num_samples % group.processes:
+            yield note(f"{num_samples} samples a step over {group.processes} processes: some get one more than others")
+        whom = "" if role == "actor" else f" the {role} on"
+        yield ok(f"a step trains{whom} {num_samples} samples on {group.processes} process(es), in {config.train.dtype}")
 
 
 def _learning(config: RunConfig) -> Iterator[Finding]:
@@ -167,6 +196,11 @@ def _learning(config: RunConfig) -> Iterator[Finding]:
     bounds = f"within {loss.tis_low:g} and {loss.tis_high}" if loss.tis_high is not None else ""
     weight = f"the loss is weighted with pi_old / pi_engine {bounds}" if bounds else "the loss has no importance weight"
     yield ok(f"old log-probs are {old}{cost}, and {weight}: {why}")
+    if config.measures_drift:
+        yield ok(
+            "every sample has a forward more before the first gradient of its step: algorithm.policy_loss "
+            f"{loss.policy_loss!r} is made with how far the whole step is from the policy that sampled"
+        )
     if rollout.top_p < 1 or rollout.top_k > 0:
         cut = f"rollout.top_p {rollout.top_p:g}" if rollout.top_p < 1 else f"rollout.top_k {rollout.top_k}"
         yield note(
@@ -179,7 +213,7 @@ def _learning(config: RunConfig) -> Iterator[Finding]:
 def _ring(config: RunConfig, routed: int) -> Iterator[Finding]:
     """A rollout ring must hold at least one prompt group of the greatest length, with its media; `routed`: bytes of each token's
     experts."""
-    samples, row, media = config.rollout.samples_per_prompt, row_bytes(config.rollout, routed), media_bytes(config)
+    samples, row, media = config.rollout.samples_per_prompt, row_bytes(config, routed), media_bytes(config)
     needed = group_bytes(config, routed)
     if needed > config.bus.ring_bytes:
         beside = f" and media of up to {media}" if media else ""
@@ -187,6 +221,30 @@ def _ring(config: RunConfig, routed: int) -> Iterator[Finding]:
         yield error(
             f"bus.ring_bytes must hold one prompt group, {samples} samples of up to {row} bytes{beside} = {needed}, "
             f"got {config.bus.ring_bytes}. Raise bus.ring_bytes to {needed} or more{way}"
+        )
+
+
+def _column_ring(config: RunConfig, routed: int) -> Iterator[Finding]:
+    """The ring of a process that records routes must hold those of a micro-batch; `routed`: bytes of each token's."""
+    if config.train.router_replay != "r2" or config.group_of("actor_fwd") is None:
+        return
+    needed = config.train.micro_batch_tokens * (routed + 8)
+    if needed > config.bus.column_ring_bytes:
+        yield error(
+            "bus.column_ring_bytes must hold what actor_fwd puts of a micro-batch, with train.router_replay 'r2' "
+            f"train.micro_batch_tokens x {routed + 8} = {needed}, got {config.bus.column_ring_bytes}. Raise it to {2 * needed}"
+        )
+
+
+def _compared(config: RunConfig) -> Iterator[Finding]:
+    """What a teacher tells of a micro-batch lies in its column ring."""
+    taught, room = config.distillation, config.bus.column_ring_bytes
+    needed = 0 if taught is None else 2 * 4 * taught.num_compared * config.train.micro_batch_tokens
+    if needed > room:
+        yield note(
+            f"bus.column_ring_bytes {show_bytes(room)} may not hold what a teacher tells of a micro-batch, up to "
+            f"{show_bytes(needed)} with distillation.top_k {taught.top_k if taught is not None else 0}: it would score one step "
+            "after the other. Raise it, or lower distillation.top_k or train.micro_batch_tokens"
         )
 
 
@@ -209,11 +267,7 @@ def _host(config: RunConfig) -> Iterator[Finding]:
         )
     admin = config.admin
     yield from _token_file(admin.token_file, "admin.token_file")
-    if admin.tls_cert is not None and admin.tls_key is not None:
-        try:
-            server_context(admin.tls_cert, admin.tls_key)
-        except ConfigError as wrong:
-            yield error(str(wrong))
+    yield from _certificate(admin, "admin")
     yield from _endpoint(config)
     problem = port_problem(admin.host, admin.port)
     if problem is not None:
@@ -240,12 +294,20 @@ def _token_file(path: Path | None, setting: str) -> Iterator[Finding]:
             yield error(str(wrong))
 
 
+def _certificate(of: AdminConfig | EndpointConfig, section: str) -> Iterator[Finding]:
+    try:
+        server_context(of.tls_cert, of.tls_key, (f"{section}.tls_cert", f"{section}.tls_key"))
+    except ConfigError as wrong:
+        yield error(str(wrong))
+
+
 def _endpoint(config: RunConfig) -> Iterator[Finding]:
-    """The ports and the token of the server for agents."""
+    """The ports, the token and the certificate of the server for agents."""
     endpoint, rollout = config.rollout.endpoint, config.group_of("rollout")
     if endpoint is None or rollout is None:
         return
     yield from _token_file(endpoint.token_file, "rollout.endpoint.token_file")
+    yield from _certificate(endpoint, "rollout.endpoint")
     ports = range(endpoint.port, endpoint.port + rollout.replicas * rollout.processes) if endpoint.port else (0,)
     for port in ports:
         problem = "there is no such port" if port > _LAST_PORT else port_problem(endpoint.host, port)

@@ -18,10 +18,14 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rondo.launch.check.data import look_at_data
-from rondo.launch.check.estimate import PREFILL, at_most, traces
+from rondo.launch.check.estimate import JUDGE, PREFILL, at_most, teaching, traces
 from rondo.launch.check.findings import Facts, Report
+from rondo.launch.check.genrm import look_at_judge, try_judge
 from rondo.launch.check.own import look_at_own
+from rondo.launch.check.teachers import look_at_teachers
 from rondo.launch.config import RunConfig, unresolve
+from rondo.models.config import MeshConfig
+from rondo.roles.config.data import NO_REWARD
 from rondo.roles.data.datasets import Row
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.memory.free import free_memory_bytes
@@ -33,7 +37,7 @@ ANSWER = "answer.json"
 if TYPE_CHECKING:
     from rondo.models.families.family import Family
 
-_PLENTY = 10
+_PLENTY, _FLOAT = 10, 4
 _ANSWERS = ("", "1")
 """What the reward function is given as answers to the rows that it is tried on, beside their labels."""
 
@@ -49,18 +53,30 @@ def main() -> None:
         if num:
             report.facts.device_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(num))
 
+    rows: list[Row] = []
+
     def look_at_rows() -> list[Row]:
         tokenizers: list[Any] = []
-        rows: list[Row] = []
         report.look(lambda: look_at_model(config, folder / "model", report, tokenizers), "model")
+        if config.job == "rl" and config.distillation is not None:
+            report.look(lambda: look_at_teachers(config, folder / "teachers", report, tokenizers), "distillation")
+        if config.job == "rl" and config.genrm is not None and config.genrm.model is not None:
+            report.look(lambda: look_at_judge(config, folder / "genrm", report), "genrm.model")
         report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
+        if config.job == "rl":
+            report.look(lambda: look_at_turns(config, report, tokenizers), "data.chat_template_args")
         if question["traces"] or not plenty(config, report.facts):
             look_at_memory(config, report)
         return rows
 
-    report.look(lambda: look_at_reward(config, report, look_at_rows), "reward.function")
-    report.look(lambda: look_at_workflow(config), "rollout.workflow")
-    look_at_own(config, report)
+    if config.job == "rl":
+        report.look(lambda: look_at_reward(config, report, look_at_rows), "reward.function")
+        if config.genrm is not None:
+            report.look(lambda: try_judge(config, report, rows), "genrm")
+        report.look(lambda: look_at_workflow(config), "rollout.workflow")
+        look_at_own(config, report)
+    else:
+        look_at_rows()
     (folder / ANSWER).write_bytes(report.to_json())
 
 
@@ -77,14 +93,15 @@ def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[],
         looking = asyncio.create_task(asyncio.to_thread(look_at_rows))
         try:
             async with RewardPool(
-                reward.function, per=reward.per, deadline_s=reward.deadline_s, load_deadline_s=load_s
-            ) as pool:
+                reward.function, per=reward.per, components=reward.components, deadline_s=reward.deadline_s,
+                load_deadline_s=load_s,
+            ) as pool:  # fmt: skip
                 rows.extend(await looking)
                 tried: list[tuple[Row, Sequence[str]]] = [(row, _answers_to(row)) for row in rows]
                 if reward.per == "response":
                     tried = [(row, [answer]) for row, answers in tried for answer in answers]
                 for row, answers in tried:
-                    asked = [RewardItem(each, row.label, row.prompt, row.metadata) for each in answers]
+                    asked = [RewardItem(each, row.label, row.prompt, row.metadata, turns=[each]) for each in answers]
                     results = await pool.score(asked)
                     places = [f"the answer {answer!r} to {row.name}" for answer in answers]
                     found += zip(places, results, strict=True)
@@ -95,6 +112,8 @@ def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[],
         return found
 
     found = asyncio.run(scored())
+    if reward.function == NO_REWARD:
+        return
     failed = [(where, result) for where, result in found if result.score is None]
     if found and (found[-1][1].timed_out or len(failed) == len(found)):
         where, result = failed[-1] if found[-1][1].timed_out else failed[0]
@@ -128,6 +147,21 @@ def look_at_workflow(config: RunConfig) -> None:
     open_workflow(config.rollout.workflow)
 
 
+def look_at_turns(config: RunConfig, report: Report, tokenizers: Sequence[Any]) -> None:
+    """What the chat template rewrites of earlier turns, where a sample may have several."""
+    from rondo.roles.data.chat import rewrites
+
+    rollout, single = config.rollout, type(config.rollout).model_fields["workflow"].default
+    if rollout.workflow == single or not config.data.apply_chat_template or not tokenizers:
+        return
+    if found := rewrites(tokenizers[0], config.data.chat_template_args):
+        report.add(
+            "note",
+            f"the chat template rewrites what came before behind {', and behind '.join(found)}: a turn that follows is a row of "
+            f"its own, of which a sample may have {rollout.max_rows} (rollout.max_rows)",
+        )
+
+
 def _answers_to(row: Row) -> tuple[str, ...]:
     """Dummy answers, and the label itself where that is a text or a number."""
     return (*_ANSWERS, str(row.label)) if isinstance(row.label, str | int | float) else _ANSWERS
@@ -142,12 +176,13 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
         from rondo.models.families import family_of
         from rondo.models.load import empty_model, load_tokenizer, prepare, refuse_unknown, tensors_of
         from rondo.models.names import disk_shapes, unknown_tensors
+        from rondo.models.parallel.experts import check_experts
 
     path = prepare(config.model, folder)
     model = empty_model(path)
     report.facts.model_path = path
     report.look(lambda: refuse_unknown(path, model, unknown_tensors(model, tensors_of(path))), "model")
-    if config.rollout.sglang is not None and config.rollout.sglang.python is not None:
+    if config.job == "rl" and config.rollout.sglang is not None and config.rollout.sglang.python is not None:
         from rondo.roles.engines.sglang.model_folder import check_served
 
         report.look(lambda: check_served(path), "model")
@@ -157,13 +192,17 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
     report.facts.num_parameters = sum(torch.Size(shape).numel() for shape in shapes.values())
     report.facts.num_tensors = len(shapes)
     report.look(lambda: look_at_media(config, path, model.config.model_type, family_of(model)), "media")
-    report.look(lambda: look_at_frozen(config, report, model), "train.freeze")
-    if config.train.router_replay:
-        report.look(lambda: look_at_routers(report, model), "train.router_replay")
+    report.look(
+        lambda: look_at_frozen(config, report, model), "train.freeze" if config.train.lora is None else "train.lora"
+    )
+    if config.train.mesh.ep > 1:
+        report.look(lambda: check_experts(model, config.train.mesh.ep), "train.mesh.ep")
+    report.look(lambda: look_at_routers(config, report, model), "train.router_replay")
     report.facts.shape = shape_of(model)
     needs_template = any(data.apply_chat_template for data in config.named_data().values())
     tokenizers.append(load_tokenizer(path, needs_chat_template=needs_template))
-    report.look(lambda: look_at_stops(config, path, report, tokenizers[0]), "rollout.stop")
+    if config.job == "rl":
+        report.look(lambda: look_at_stops(config, path, report, tokenizers[0]), "rollout.stop")
 
 
 def look_at_memory(config: RunConfig, report: Report) -> None:
@@ -172,13 +211,22 @@ def look_at_memory(config: RunConfig, report: Report) -> None:
         return
     from rondo.launch.check.trace import Tracer
 
-    tracer = Tracer(config, report.facts.model_path)
+    policy = Tracer(config, report.facts.model_path)
+    named = config.distillation.named() if config.distillation is not None else {}
+    teachers = {teaching(name): (name, teacher.model or config.model) for name, teacher in named.items()}
     for group in config.groups:
         for name in traces(config, group):
-            if name in report.facts.traced:
+            if name in report.facts.traced or name == JUDGE:  # of a judge that is not there an error says why
                 continue
-            num_ranks = 1 if name == PREFILL else group.processes
+            num_ranks, tracer = 1 if name == PREFILL else group.processes, policy
             try:
+                if name in teachers:
+                    teacher, model = teachers[name]
+                    if teacher not in report.facts.teacher_paths:  # an error says why
+                        continue
+                    whole = config.train.model_copy(update={"mesh": MeshConfig()})
+                    changed = config.model_copy(update={"model": model, "train": whole})
+                    tracer = Tracer(changed, report.facts.teacher_paths[teacher])
                 report.facts.traced[name] = tracer.of(name, num_ranks, on_device=bool(group.devices))
             except Exception as error:  # noqa: BLE001 - code of any family, which may look at values that no fake tensor has
                 report.add(
@@ -190,7 +238,7 @@ def plenty(config: RunConfig, facts: Facts) -> bool:
     """Whether nothing needs a trace: even more than it could take fits many times over."""
     if facts.shape is None:
         return True
-    most = at_most(config, facts.shape)
+    most = at_most(config, facts.shape) + _FLOAT * (facts.teacher_parameters + facts.genrm_parameters)
     on_host = sum(group.replicas * group.processes for group in config.groups if not group.devices)
     free, _ = free_memory_bytes()
     devices = facts.device_bytes is None or _PLENTY * most <= facts.device_bytes
@@ -236,7 +284,7 @@ def look_at_family(config: RunConfig, report: Report, model: Any) -> None:
     except Failed as error:
         report.add("note", f"no small {name} could be tried ({error}): whether it trains is seen when the run starts")
         return
-    if rollout.sglang is None:
+    if config.job == "rl" and rollout.sglang is None:
         check_generation(small)
     look_at_attention(config, report, name, why_apart(small))
     if not way.share_prompts:
@@ -259,26 +307,41 @@ def look_at_attention(config: RunConfig, report: Report, model_name: str, apart:
     report.add("ok", f"attention is {takes[0].name}: {takes[0].why}. Each process proves it when it opens the model")
 
 
-def look_at_routers(report: Report, model: Any) -> None:
-    """It has experts, whose choice can be replayed."""
-    from rondo.models.routing import Routing, no_experts, renormalizes, routers_of
+def look_at_routers(config: RunConfig, report: Report, model: Any) -> None:
+    """It has the experts, and routers as they are needed, that the settings speak of."""
+    from rondo.models.routing import Routing, routers_of
+    from rondo.roles.training.balance import look_at
 
-    if (routing := Routing.of(model)) is None:
-        raise no_experts(model)
-    routers = routers_of(model)
-    renormalizes(next(iter(routers.values())))
+    if not look_at(model, config.train) or config.train.router_replay == "off":
+        return
+    routing = Routing.of(model)
+    assert routing is not None
     report.add(
         "ok",
-        f"{len(routers)} layers send each token to {routing.top_k} of {routing.num_experts} experts: {routing.token_bytes} bytes "
-        "a token to record",
+        f"{len(routers_of(model))} layers send each token to {routing.top_k} of {routing.num_experts} experts: "
+        f"{routing.token_bytes} bytes a token to record",
     )
 
 
 def look_at_frozen(config: RunConfig, report: Report, model: Any) -> None:
-    """Parts and patterns are the model's own, and leave something to train."""
+    """Parts, patterns and targets are the model's own, and leave something to train."""
+    from rondo.models.lora import adapt, published_adapter
+    from rondo.models.names import disk_shapes
     from rondo.models.parts import freeze
 
     train = config.train
+    if train.lora is not None:
+        adapt(model, train.lora)
+        adapters = published_adapter(model).values()
+        if config.adapts_engines and config.rollout.sglang is not None:
+            from rondo.roles.engines.sglang.adapter_folder import completed
+
+            completed(published_adapter(model), disk_shapes(model))
+        trained = sum(tensor.numel() for tensor in adapters)
+        report.add(
+            "ok", f"{trained:,} parameters are trained, in adapters of {len(adapters) // 2} products; the model's stay"
+        )
+        return
     names = freeze(
         model, train.freeze, freeze_parameters=train.freeze_parameters, train_parameters=train.train_parameters
     )

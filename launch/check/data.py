@@ -26,6 +26,7 @@ import orjson
 from rondo.launch.check.findings import Report
 from rondo.launch.config import RunConfig, resolve, unresolve
 from rondo.launch.machine import show_bytes
+from rondo.roles.config import PairsConfig, SftConfig
 from rondo.roles.data.cursor import Order, Permutation
 from rondo.roles.data.datasets import Dataset, Row, RowError, Rows, demonstrations, open_splits, train_order
 from rondo.roles.data.fingerprints import Fingerprint, Fingerprints, sampled
@@ -64,19 +65,23 @@ def main() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """All data of a run, and their fingerprints. No demonstrations where the training rows are answered."""
+    """All data of a run, and their fingerprints. No demonstrations where the training rows are answered; nothing else in a job
+    without rollouts."""
 
-    train: Dataset
-    sets: dict[str, Dataset]
+    train: Rows
+    sets: Mapping[str, Rows]
     shown: Rows | None
     fingerprints: Fingerprints
 
     @staticmethod
     def of(config: RunConfig) -> Opened:
         fingerprints = Fingerprints()
+        if config.own is not None:
+            shown, held_out = demonstrations(config, fingerprints)
+            return Opened(shown, {} if held_out is None else {"held out": held_out}, shown, fingerprints)
         train, sets = open_splits(config, fingerprints)
         own = config.sft is not None and config.sft.demonstrate is None
-        return Opened(train, sets, demonstrations(config, fingerprints) if own else None, fingerprints)
+        return Opened(train, sets, demonstrations(config, fingerprints)[0] if own else None, fingerprints)
 
 
 def is_made(config: RunConfig) -> bool:
@@ -140,28 +145,31 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], u
     report.facts.num_rows = len(opened.train)
     report.facts.num_held_out = sum(map(len, opened.sets.values()))
     make = _Maker(config, report, tokenizers)
-    order, most = train_order(config, len(opened.train)), config.num_steps * config.rollout.prompts_per_step
-    parts = [_Part("data", opened.train, config.data, order, most, make.prompt)]
-    for name, rows in opened.sets.items():
+    order, most = train_order(config, opened.train), config.num_steps * config.rollout.prompts_per_step
+    parts = [_Part("data", opened.train, config.data, order, most, make.prompt)] if config.job == "rl" else []
+    for name, rows in opened.sets.items() if config.job == "rl" else ():
         assert config.evaluation is not None
         section = f"evaluation.sets.{name}" if config.evaluation.sets else "evaluation"
-        own = config.evaluation.named_sets()[name].data
+        other = config.evaluation.named_sets()[name].data
         every = Order(len(rows), config.seed, shuffle=False)
         parts.append(
             _Part(
-                section if own is None else f"{section}.data", rows, own or config.data, every, len(rows), make.prompt
+                section if other is None else f"{section}.data",
+                rows,
+                other or config.data,
+                every,
+                len(rows),
+                make.prompt,
             )
         )
-    if config.sft is not None and tokenizers:
-        shown, source = opened.shown or demonstrations(config), config.demonstrated()
-        name = "sft.data" if config.sft.data is not None else "sft"
+    if (own := config.shown) is not None and tokenizers:
+        shown, source = opened.shown or demonstrations(config)[0], config.demonstrated()
+        name = f"{own.place}.data" if own.data is not None else own.place
         taken = Order(len(shown), config.seed, source.shuffle)
-        parts.append(
-            _Part(name, shown, source, taken, config.sft.steps * config.sft.batch_size, make.demonstration, False)
-        )
+        parts.append(_Part(name, shown, source, taken, own.steps * own.batch_size, make.demonstration, False))
     for part in parts:
         report.look(lambda part=part: usable.extend(_look_at_part(part, report)), part.name)  # type: ignore[misc]
-    for text in _doubts(config, opened):
+    for text in _doubts(config, opened) if config.job == "rl" else ():
         report.add("note", text)
     report.add("ok", f"{len(opened.train)} rows to train on, {report.facts.num_held_out} held out")
 
@@ -315,15 +323,22 @@ class _Maker:
         return _Made(len(tokens), limit, setting, media.num_bytes if media is not None else 0)
 
     def demonstration(self, row: Row, settings: DataConfig) -> _Made | None:
-        from rondo.roles.training.sft import encode
+        from rondo.roles.training.preference import pair_encoder
+        from rondo.roles.training.sft import encoder
 
-        sft = self._config.sft
-        assert sft is not None
-        made = encode(
-            self._tokenizer, row, settings, sft.micro_batch_tokens, self._config.prompt_limit(), self._prepare
+        own = self._config.shown
+        if isinstance(own, PairsConfig):
+            pair = pair_encoder(self._tokenizer, own, settings, prepare=self._prepare)(row)
+            longest = max(len(pair.chosen.tokens), len(pair.rejected.tokens))
+            media_bytes = pair.chosen.media.num_bytes if pair.chosen.media is not None else 0
+            return _Made(2 * longest, own.micro_batch_tokens, f"{own.place}.micro_batch_tokens", media_bytes)
+        assert isinstance(own, SftConfig)
+        encode = encoder(
+            self._tokenizer, own, settings, max_prompt_tokens=self._config.prompt_limit(), prepare=self._prepare
         )
+        made = encode(row).sequence
         media_bytes = made.media.num_bytes if made.media is not None else 0
-        return _Made(len(made.tokens), sft.micro_batch_tokens, "sft.micro_batch_tokens", media_bytes)
+        return _Made(len(made.tokens), own.micro_batch_tokens, "sft.micro_batch_tokens", media_bytes)
 
     def _prepare(self, row: Row, settings: DataConfig, limit: int, setting: str) -> Any:
         """In this process: a medium that ends it ends the child, which is told like any crash."""

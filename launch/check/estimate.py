@@ -14,11 +14,14 @@ from dataclasses import dataclass, field
 
 from rondo.launch.groups import RoleGroup
 from rondo.roles.config import JobConfig
+from rondo.roles.streams import sampled_bytes
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
 COMPUTED = "computed"
 PREFILL = "prefill"
 """A trace that is no role's: of prompts on their way into an embedded engine."""
+JUDGE = "genrm"
+"""What is no trace at all, but computed: of a judge (`judging`)."""
 STAGING = "gloo's staging"
 """What gloo holds of a collective beside its tensors: all that is gathered, or scattered, once more."""
 WORKSPACE = "attention's workspace"
@@ -51,6 +54,10 @@ class Shape:
     trained_encoders: int
     widths: int
     """What goes into and comes out of all matrices, for one token."""
+    adapters: int = 0
+    """With `train.lora`: of all adapters, which every process that trains holds whole."""
+    adapter_tensors: int = 0
+    """How many tensors these are."""
     routed_bytes: int = 0
     """Of a mixture of experts: the names of the experts that one token goes to, in all layers."""
 
@@ -97,8 +104,16 @@ class Traced:
 
 def traces(config: JobConfig, group: RoleGroup) -> list[str]:
     """What must be traced to know what `group` holds."""
-    found: list[str] = [role for role in ("actor", "actor_fwd", "reference") if role in group.roles]
+    found: list[str] = [role for role in ("actor", "actor_fwd", "reference", "critic") if role in group.roles]
+    if "teacher" in group.roles and config.distillation is not None:
+        found += [teaching(name) for name, teacher in config.distillation.named().items() if not teacher.urls]
+    found += [JUDGE] if "genrm" in group.roles else []
     return [*found, PREFILL] if "rollout" in group.roles and _generates(config) else found
+
+
+def teaching(name: str) -> str:
+    """The trace of a teacher."""
+    return f"teacher {name}"
 
 
 def held_by(
@@ -152,8 +167,8 @@ def generating(config: JobConfig, shape: Shape, *, lent: bool = False) -> Sizes:
     if evaluation is not None and (evaluation.at_start or evaluation.at_end):
         most = max(most, _longest_of(config))
     length = rollout.max_prompt_tokens + most
-    found = _engine(config, shape, rollout.num_slots, length, num_weights=0 if lent else shape.parameters)
-    recorded = routed_bytes(config, shape) * rollout.num_slots * length
+    found = _engine(config.model.dtype, shape, rollout.num_slots, length, num_weights=0 if lent else shape.parameters)
+    recorded = sampled_bytes(config, routed_bytes(config, shape)) * rollout.num_slots * length
     return Sizes(COMPUTED, found | ({"routed experts": recorded} if recorded else {}))
 
 
@@ -161,8 +176,20 @@ def evaluating(config: JobConfig, shape: Shape) -> Sizes:
     """Of the embedded engine that measures versions beside the training, in the first replica; with SGLang, too."""
     assert config.evaluation is not None
     length = config.rollout.max_prompt_tokens + max(config.rollout.max_new_tokens, _longest_of(config))
-    found = _engine(config, shape, config.evaluation.num_slots, length, num_weights=shape.parameters)
+    found = _engine(config.model.dtype, shape, config.evaluation.num_slots, length, num_weights=shape.parameters)
     return Sizes(COMPUTED, {f"{part} of evaluations": size for part, size in found.items()})
+
+
+def judging(config: JobConfig, shape: Shape) -> Traced:
+    """Of a judge with this `shape`: the embedded engine, or on each device a server of SGLang with room for one question, whose
+    cache is the rest."""
+    judge = config.genrm
+    assert judge is not None and judge.model is not None
+    parts = 1 if judge.sglang is None else judge.sglang.tensor_parallel
+    length = judge.max_prompt_tokens + judge.max_new_tokens
+    slots = judge.num_slots if judge.sglang is None else 1
+    found = _engine(judge.model.dtype, shape, slots, length, num_weights=shape.parameters)
+    return Traced(COMPUTED, {f"{part} of the judge": -(-size // parts) for part, size in found.items()})
 
 
 def _longest_of(config: JobConfig) -> int:
@@ -172,8 +199,8 @@ def _longest_of(config: JobConfig) -> int:
     return max(each.max_new_tokens or config.rollout.max_new_tokens for each in sets)
 
 
-def _engine(config: JobConfig, shape: Shape, num_slots: int, length: int, *, num_weights: int) -> dict[str, int]:
-    width = WIDTHS[config.model.dtype]
+def _engine(dtype: str, shape: Shape, num_slots: int, length: int, *, num_weights: int) -> dict[str, int]:
+    width = WIDTHS[dtype]
     return {
         "weights": width * num_weights,
         "key-value cache": num_slots * length * shape.num_caching * 2 * shape.keys * width,
@@ -182,8 +209,8 @@ def _engine(config: JobConfig, shape: Shape, num_slots: int, length: int, *, num
 
 
 def routed_bytes(config: JobConfig, shape: Shape | None) -> int:
-    """What each token's experts take in a rollout ring; 0 where they are not replayed."""
-    return shape.routed_bytes if shape is not None and config.train.router_replay else 0
+    """What each token's experts take; 0 where they are not replayed."""
+    return shape.routed_bytes if shape is not None and config.train.router_replay != "off" else 0
 
 
 def at_most(config: JobConfig, shape: Shape) -> int:

@@ -35,6 +35,13 @@ class Facts:
     """What was seen of the model, the data and the devices. None where an error kept the check from looking."""
 
     model_path: str | None = None
+    teacher_paths: dict[str, str] = field(default_factory=dict)
+    """Teacher -> where its model's files are."""
+    teacher_parameters: int = 0
+    """Of all teachers."""
+    genrm_path: str | None = None
+    """Where the files of a judge's model are."""
+    genrm_parameters: int = 0
     num_parameters: int | None = None
     num_tensors: int | None = None
     max_positions: int | None = None

@@ -125,10 +125,6 @@ class Ledger(TorchDispatchMode):
         for held in made:
             self._move(held, ACTIVATIONS)
 
-    def size_of(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Bytes of their storages, each once."""
-        return sum({s._cdata: s.nbytes() for s in map(_storage, tensors)}.values())
-
     def __enter__(self) -> Ledger:
         self._fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self._fakes.__enter__()
@@ -191,6 +187,9 @@ class Ledger(TorchDispatchMode):
         elif func is _c10d._reduce_scatter_base_.default:
             self.sent["reduce-scatter"] += args[1].nbytes - args[0].nbytes
             self._stage(args[1].nbytes)
+        elif func is _c10d.alltoall_base_.default:
+            num_ranks = dist.ProcessGroup.unbox(args[2]).size()
+            self.sent["all-to-all"] += args[1].nbytes * (num_ranks - 1) // num_ranks
         elif func is _c10d.allreduce_.default:
             num_ranks = dist.ProcessGroup.unbox(args[1]).size()
             self.sent["all-reduce"] += 2 * (num_ranks - 1) * sum(tensor.nbytes for tensor in args[0]) // num_ranks

@@ -26,7 +26,7 @@ from rondo.models.media.config import MediaConfig
 from rondo.models.media.inputs import MediaInputs, Modality
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.config import JobConfig
-from rondo.roles.training.objective import TrainRow
+from rondo.roles.training.objective import TrainRow, untold
 
 _HOP = 160
 """Samples of sound from one frame of its features to the next."""
@@ -102,7 +102,10 @@ class Rows:
             response = length - rollout.max_prompt_tokens
         tokens, column = self._tokens(number, length, None if media is None else prompt), np.zeros(response, np.float32)
         versions = np.zeros(response, np.int32)
-        return TrainRow(tokens, np.ones(response, np.uint8), column, column, column, column, versions, media=media)
+        return TrainRow(
+            tokens, np.ones(response, np.uint8), column, column, column, column, versions, media=media,
+            **untold(self.config.distillation, response),
+        )  # fmt: skip
 
     def _tokens(self, number: int, length: int, prompt: int | None) -> np.ndarray:
         """`number`, or the `prompt` that several have, is what no other prompt begins with."""

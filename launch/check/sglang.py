@@ -9,8 +9,9 @@ from __future__ import annotations
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import orjson
 
@@ -23,6 +24,7 @@ from rondo.roles.engines.sglang.requirements import (
     Lengths,
     of_server,
     parse_version,
+    require_adapters,
     require_version,
     silent_about_experts,
     too_short,
@@ -49,7 +51,9 @@ def look_at_sglang(config: RunConfig) -> Iterator[Finding]:
                 )
         else:
             for url in settings.urls:
-                version, lengths = answered(url, settings, tells_experts=config.train.router_replay)
+                version, lengths, info = answered(url, settings, tells_experts=config.train.router_replay == "r3")
+                if config.adapts_engines and config.train.lora is not None:
+                    require_adapters(info, rank=config.train.lora.rank, room=config.adapter_room, where=url)
                 yield ok(f"SGLang {version} answers at {url}")
                 if lengths is not None and config.longest_sample > lengths.whole:
                     what = "rollout.max_prompt_tokens + rollout.max_new_tokens"
@@ -77,8 +81,11 @@ def context_of(settings: SGLangConfig, max_positions: int) -> int:
     return int(given) if str(given).isdecimal() else max_positions
 
 
-def answered(url: str, settings: SGLangConfig, *, tells_experts: bool = False) -> tuple[str, Lengths | None]:
-    """The version of the server there, and how long a sample may be. With `tells_experts` it must tell them."""
+def answered(
+    url: str, settings: SGLangConfig, *, tells_experts: bool = False
+) -> tuple[str, Lengths | None, Mapping[str, Any]]:
+    """The version of the server there, how long a sample may be, and all else that it tells. With `tells_experts` it must tell
+    them."""
     request = urllib.request.Request(f"{url.rstrip('/')}/server_info")
     if settings.api_key_file is not None:
         try:
@@ -100,4 +107,4 @@ def answered(url: str, settings: SGLangConfig, *, tells_experts: bool = False) -
     require_version(version, url)
     if tells_experts and not told.get("enable_return_routed_experts"):
         raise silent_about_experts(url)
-    return version, lengths
+    return version, lengths, told

@@ -11,16 +11,19 @@ from typing import Any
 
 from rondo.launch.check.estimate import Shape
 from rondo.models.families import family_of
+from rondo.models.names import ADAPTER, adapter_tensors
 from rondo.models.routing import Routing
 
 
 def shape_of(model: Any) -> Shape:
-    """`model` is on the meta device, with `requires_grad` as the settings freeze it."""
+    """`model` is on the meta device, adapted or with `requires_grad` as the settings freeze it."""
     text, family = model.config.get_text_config(), family_of(model)
     towers = dict.fromkeys(family.towers.values()) if family is not None else {}
     inside = {id(p) for path in towers for p in model.get_submodule(path).parameters()}
-    encoding = [p for p in model.parameters() if id(p) in inside]
-    decoding = [p for p in model.parameters() if id(p) not in inside]
+    adapters = list(adapter_tensors(model).values())
+    own = [p for name, p in model.named_parameters() if not ADAPTER.search(name)]
+    encoding = [p for p in own if id(p) in inside]
+    decoding = [p for p in own if id(p) not in inside]
     routing = Routing.of(model)
     kinds = getattr(text, "layer_types", None) or ["full_attention"] * text.num_hidden_layers
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
@@ -33,6 +36,8 @@ def shape_of(model: Any) -> Shape:
         trained_decoder=_count(p for p in decoding if p.requires_grad),
         trained_encoders=_count(p for p in encoding if p.requires_grad),
         widths=sum(sum(p.shape[-2:]) for p in model.parameters() if p.ndim >= 2),
+        adapters=_count(adapters),
+        adapter_tensors=len(adapters),
         routed_bytes=0 if routing is None else routing.token_bytes,
     )
 

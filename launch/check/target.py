@@ -17,22 +17,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rondo.launch.check.estimate import COMPUTED, OFFLOADED, Shape, Sizes, held_by, routed_bytes
+from rondo.launch.check.engines import at_rest, moments, no_room
+from rondo.launch.check.estimate import OFFLOADED, WIDTHS, Shape, Sizes, held_by, routed_bytes
 from rondo.launch.check.findings import Facts, Finding, error, note, ok
 from rondo.launch.config import RunConfig
-from rondo.launch.groups import RoleGroup
+from rondo.launch.groups import TRAINED, RoleGroup
 from rondo.launch.machine import show_bytes
-from rondo.roles.streams import media_bytes, row_bytes
+from rondo.roles.streams import media_bytes, row_bytes, sampled_bytes
 
 _SNAPSHOTS = 2
-_WRITERS = frozenset({"actor_fwd", "reference", "advantages"})
+_WRITERS = frozenset({"actor_fwd", "reference", "teacher", "advantages", "critic"})
 """Roles that put columns on the bus."""
-_RUNS_A_MODEL = frozenset({"rollout", "actor", "actor_fwd", "reference"})
+_RUNS_A_MODEL = frozenset({"rollout", "actor", "actor_fwd", "reference", "teacher", "critic", "genrm"})
 _TAKES_WEIGHTS = frozenset({"rollout", "actor", "actor_fwd"})
-_ON_DEVICE = 1 << 30
-"""What a process has on its device before the first tensor: context, kernels, communicators."""
-_OF_SERVER = 0.88
-"""Of a device that a server of SGLang takes, about, where its mem-fraction-static is not given."""
 _LIGHT, _HEAVY = 300 << 20, 2500 << 20
 """Memory of a process without and with torch, transformers and, where it computes on a device, CUDA's libraries."""
 
@@ -119,31 +116,25 @@ def judge_target(config: RunConfig, target: Target, facts: Facts) -> Iterator[Fi
 
 def judge_devices(config: RunConfig, facts: Facts, device_bytes: int) -> Iterator[Finding]:
     """Of each group that computes on devices: whether it fits, and what a process that trains sends and takes at most."""
+    assert facts.shape is not None
     for group in config.groups:
-        if not group.devices or not (held := sizes_of(config, facts, group)):
-            continue
-        held = (*held, Sizes(COMPUTED, {"context": _ON_DEVICE} | _server(config, group, device_bytes)))
-        needed = sum(each.needed for each in held)
-        if needed > device_bytes:
-            yield error(
-                f"a process of {group.name} must fit into the memory of its device, {show_bytes(device_bytes)}, got "
-                f"{show_bytes(needed)}: {_told(held)}. {_way_out(held, group)}"
-            )
-        else:
-            yield ok(
-                f"{group.name} takes {show_bytes(needed)} of {show_bytes(device_bytes)} on each device: {_told(held)}"
-            )
-        if "actor" in group.roles:
-            yield from _training(config, facts, group, device_bytes - needed)
-
-
-def _server(config: RunConfig, group: RoleGroup, device_bytes: int) -> dict[str, int]:
-    """What a server of SGLang on the same device takes from its start, where it does not rest while others compute."""
-    sglang = config.rollout.sglang
-    if sglang is None or sglang.python is None or "rollout" not in group.roles or "actor" in group.roles:
-        return {}
-    given = {name.replace("_", "-"): value for name, value in sglang.arguments.items()}.get("mem-fraction-static")
-    return {"SGLang": int(float(given or _OF_SERVER) * device_bytes)}
+        held_at = moments(config, facts.shape, facts.traced, group, device_bytes) if group.devices else {}
+        for when, held in held_at.items():
+            needed = sum(each.needed for each in held)
+            if needed > device_bytes:
+                yield error(
+                    f"a process of {group.name} must fit into the memory of its device{when}, {show_bytes(device_bytes)}, got "
+                    f"{show_bytes(needed)}: {_told(held)}. {_way_out(held, group)}"
+                )
+            else:
+                yield ok(
+                    f"{group.name} takes {show_bytes(needed)} of {show_bytes(device_bytes)} on each device{when}: {_told(held)}"
+                )
+        if held_at and (lack := no_room(config, facts.shape, group, device_bytes)):
+            yield error(lack)
+        if held_at and "actor" in group.roles:
+            trains, *_ = held_at.values()
+            yield from _training(config, facts, group, device_bytes - sum(each.needed for each in trains))
 
 
 def tell_hosts(config: RunConfig, facts: Facts) -> Iterator[Finding]:
@@ -189,8 +180,11 @@ def segment_bytes(
     if processes is None:
         processes = {group.name: group.replicas * group.processes for group in config.groups}
     groups = [(group, processes.get(group.name, 0)) for group in config.groups]
-    width = 2 if config.model.dtype == "bfloat16" else 4
-    takes_weights = any(number and _TAKES_WEIGHTS & set(group.roles) for group, number in groups)
+    width = WIDTHS[config.model.dtype]
+    if config.adapts_engines and shape is not None:
+        num_parameters, num_tensors = shape.adapters, shape.adapter_tensors
+    takers = _TAKES_WEIGHTS | ({"teacher"} if config.teacher_follows else set())
+    takes_weights = config.job == "rl" and any(number and takers & set(group.roles) for group, number in groups)
     rings = sum(n for group, n in groups if "rollout" in group.roles)
     found = {
         "rollout rings": rings * config.bus.ring_bytes,
@@ -199,37 +193,57 @@ def segment_bytes(
         # Every tensor starts at a multiple of 64 bytes.
         "weight slab": config.num_weight_slots * (num_parameters * width + num_tensors * 64) if takes_weights else 0,
     }
-    versions = sum(
-        n * _snapshot(config, num_parameters, shape, group.processes) for group, n in groups if "actor" in group.roles
-    )
+    versions = {
+        role: sum(
+            n * _snapshot(config, num_parameters, shape, group.processes, role)
+            for group, n in groups
+            if role in group.roles
+        )
+        for role in TRAINED
+    }
     if config.train.hot_snapshot:
-        found["hot snapshots"] = _SNAPSHOTS * versions
+        found["hot snapshots"] = _SNAPSHOTS * sum(versions.values())
     if config.train.save_every is not None:
-        found["checkpoint being written"] = versions
+        found["checkpoint being written"] = sum(versions.values())
     trains = config.group_of("actor")
     turns = trains is not None and trains is config.group_of("rollout") and config.max_staleness == 0
     if trains is not None and turns and config.trainer_rests(on_device=trains.devices > 0):
-        found["trainer at rest"] = versions
+        found["trainer at rest"] = versions["actor"] + sum(
+            n * _base_at_rest(config, shape, trains.processes) for g, n in groups if g is trains
+        )
     if rings:
-        longest = group_bytes(config, routed_bytes(config, shape))
+        longest = group_bytes(config, sampled_bytes(config, routed_bytes(config, shape)))
         found["one step of the longest samples"] = config.rollout.prompts_per_step * longest
     return found
 
 
 def group_bytes(config: RunConfig, routed: int) -> int:
     """Of a prompt group of the greatest length, with its media. `routed`: of each token's experts."""
-    return config.rollout.samples_per_prompt * row_bytes(config.rollout, routed) + media_bytes(config)
+    return config.rollout.samples_per_prompt * row_bytes(config, routed) + media_bytes(config)
 
 
-def _snapshot(config: RunConfig, num_parameters: int, shape: Shape | None, num_ranks: int) -> int:
-    """Of one rank: float32 weights, and Adam's two moments of what is trained. Encoders that are not cut lie in each."""
-    _, num_shards = config.train.mesh.shape(num_ranks)
+def _snapshot(config: RunConfig, num_parameters: int, shape: Shape | None, num_ranks: int, role: str = "actor") -> int:
+    """Of one rank: float32 weights, and Adam's two moments of what is trained. Encoders that are not cut lie in each, and
+    adapters, beside which nothing else is there; a critic trains all of its decoder."""
+    critic = config.critic if role == "critic" else None
+    _, num_shards = (config.train.mesh if critic is None else critic.mesh).shape(num_ranks)
     if shape is None:
         return -(-12 * num_parameters // num_shards)
-    decoder = 4 * shape.decoder_parameters + 8 * shape.trained_decoder
+    if config.train.lora is not None and critic is None:
+        return 12 * shape.adapters
+    trained = shape.trained_decoder if critic is None else shape.decoder_parameters
+    decoder = 4 * shape.decoder_parameters + 8 * trained
     encoders = 4 * shape.encoder_parameters + 8 * shape.trained_encoders
     whole = config.train.encoders == "replicate"
     return -(-decoder // num_shards) + (encoders if whole else -(-encoders // num_shards))
+
+
+def _base_at_rest(config: RunConfig, shape: Shape | None, num_ranks: int) -> int:
+    """Of one rank: what adapters are trained beside, unless the engine generates with it."""
+    if config.train.lora is None or shape is None or (num_ranks == 1 and config.can_lend_weights):
+        return 0
+    _, num_shards = config.train.mesh.shape(num_ranks)
+    return -(-WIDTHS[config.train.dtype] * shape.parameters // num_shards)
 
 
 def node_parts(config: RunConfig, facts: Facts, shape: Shape, counts: Mapping[str, int]) -> dict[str, int]:
@@ -239,16 +253,19 @@ def node_parts(config: RunConfig, facts: Facts, shape: Shape, counts: Mapping[st
     workers = config.reward.num_workers * _LIGHT
     if config.media is not None:
         workers += config.media.num_workers * (_HEAVY + 2 * config.media.max_group_bytes)
-    computing = programs = 0
+    computing = programs = asleep = 0
     for group in config.groups:
         number = counts.get(group.name, 0)
         heavy = bool(_RUNS_A_MODEL & set(group.roles))
         programs += number * ((_HEAVY if heavy else _LIGHT) + (workers if "rollout" in group.roles else 0))
-        if group.devices and "actor" in group.roles and config.train.offload_optimizer and "actor" in facts.traced:
-            computing += number * facts.traced["actor"].parts[OFFLOADED]
+        for role in TRAINED if group.devices and config.train.offload_optimizer else ():
+            if role in group.roles and role in facts.traced:
+                computing += number * facts.traced[role].parts[OFFLOADED]
         if not group.devices:
             computing += number * sum(each.needed for each in sizes_of(config, facts, group))
-    return parts | {"processes": programs, "computing on the CPU": computing}
+        else:
+            asleep += number * at_rest(config, shape, group)
+    return parts | {"processes": programs, "computing on the CPU": computing, "SGLang's weights at rest": asleep}
 
 
 def _judge_node(
@@ -277,7 +294,7 @@ def _way_out(held: Sequence[Sizes], group: RoleGroup) -> str:
         "activations": "Set train.activation_checkpointing=True, or lower train.micro_batch_tokens",
         "temporaries": "Lower train.micro_batch_tokens",
         "logits": "Lower train.log_prob_chunk_tokens, or rollout.num_slots",
-        "SGLang": "Lower mem-fraction-static of rollout.sglang.arguments, or remove evaluation.every",
+        "SGLang's cache": "Lower mem-fraction-static of rollout.sglang.arguments, or remove evaluation.every",
         "key-value cache": "Lower rollout.num_slots or rollout.max_new_tokens",
         "gradients": "Train fewer parameters (train.freeze, train.train_parameters), or use devices with more memory",
     }

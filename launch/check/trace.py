@@ -12,7 +12,7 @@ The micro-batch is the largest there is, and meets the gradients of one before.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -33,18 +33,20 @@ from rondo.launch.check.rows import Rows
 from rondo.launch.check.workspace import WORKSPACE_OF, Heads
 from rondo.models import parallel
 from rondo.models.attention import candidates
-from rondo.models.config import MeshConfig
 from rondo.models.load import load_config, without_memory
 from rondo.models.logprobs import response_log_probs
+from rondo.models.lora import adapt
 from rondo.models.mesh import Mesh
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.models.stand_in import stand_in
 from rondo.models.units import sharded_units, towers_of
+from rondo.models.value_head import give_value_head
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import JobConfig
 from rondo.roles.training.backend import Backend, Use
 from rondo.roles.training.objective import TrainRow, policy_of
+from rondo.roles.training.values import ValueRow, critic_of
 
 
 class _Mesh(Mesh):
@@ -60,7 +62,9 @@ class _Mesh(Mesh):
 class Tracer:
     """Of one job, with the model at `path`."""
 
-    def __init__(self, config: JobConfig, path: str) -> None:
+    def __init__(self, config: JobConfig, path: str, *, values: bool = False) -> None:
+        """values: what it trains has a value head, and learns values."""
+        self._path, self._values = path, values
         plain = config.train.model_copy(update={"compile": False})  # what a compiler fuses would be less
         self._config, self._model_config = config.model_copy(update={"train": plain}), load_config(path)
         self._depths = Depths.of(without_memory(self._model_config))
@@ -70,17 +74,27 @@ class Tracer:
             Packing.of(self._tried)
 
     def of(self, name: str, num_ranks: int = 1, *, on_device: bool = False) -> Traced:
-        """Of one of `num_ranks` processes that train ("actor") or score ("reference", "actor_fwd"), or of an engine that takes
-        prompts in (PREFILL). on_device: they compute on accelerators, of which is told what a token more would take, too; else
-        gloo carries what they send."""
+        """Of one of `num_ranks` processes that train ("actor", "critic") or score ("reference", "actor_fwd"), or of an engine
+        that takes prompts in (PREFILL). on_device: they compute on accelerators, of which is told what a token more would take,
+        too; else gloo carries what they send."""
         self._on_device = on_device
         if name == "actor":
             return self._training(num_ranks)
+        if name == "critic":
+            return self._of_critic().of("actor", num_ranks, on_device=on_device)
         if name != PREFILL:
             rows = [Packable(row.tokens, len(row.mask), row.media) for row in self._rows.micro_batch()]
             return self._scoring(num_ranks, self._config.train.dtype, rows)
         found = self._scoring(1, self._config.model.dtype, self._rows.prefill())
         return replace(found, parts={"prompts": found.parts[TEMPORARIES]})
+
+    def _of_critic(self) -> Tracer:
+        """Of its own weights, mesh and micro-batches, as a trainer."""
+        critic, train = self._config.critic, self._config.train
+        assert critic is not None
+        tokens = critic.micro_batch_tokens
+        train = train.model_copy(update={"micro_batch_tokens": tokens, "mesh": critic.mesh, "lora": None})
+        return Tracer(self._config.model_copy(update={"train": train}), critic.path or self._path, values=True)
 
     def _training(self, num_ranks: int) -> Traced:
         rollout, rows = self._config.rollout, self._rows.micro_batch()
@@ -104,16 +118,24 @@ class Tracer:
 
     def _trained(self, point: Point, mesh: Mesh, rows: Sequence[TrainRow], rounds: int) -> Told:
         """A micro-batch, the last one, and the step."""
-        model = self._cut(point, mesh, "float32")
+        lora = self._config.train.lora
+        model = self._cut(point, mesh, "float32" if lora is None else self._config.train.dtype)
+        if lora is not None:
+            adapt(model, lora, dtype=torch.float32)
         with self._ledger() as ledger:
             _fill(model)
             packing = Packing.alike(model, self._tried)
-            workspace = self._workspace(model, rows) if self._on_device and packing.share_prompts else 0
-            backend = policy_of(self._config, model, packing, mesh, "cpu")
+            trains = critic_of if self._values else policy_of
+            backend: Backend[Any] = trains(self._config, model, packing, mesh, "cpu")
             ledger.name(PARAMETERS, [*model.parameters(), *model.buffers()])
             ledger.name(OPTIMIZER, (moment for state in backend.optimizer.state.values() for moment in state.values()))
-            backend.objective = _Sections(backend, ledger)  # type: ignore[assignment]
-            _mark(model, ledger)
+            backend.objective = _Sections(backend, ledger)
+            encoded = _mark(model, ledger)
+            given = (
+                [ValueRow(row.tokens, row.advantages, row.advantages, row.media) for row in rows]
+                if self._values
+                else rows
+            )
             spans, sent = [[number, 0, 0, 1] for number in range(len(rows))], Counter[str]()
             apart = mesh.ranks is not None and mesh.ranks.size(0) > 1  # copies meet in the last micro-batch alone
             for parameter in () if apart else model.parameters():
@@ -123,7 +145,7 @@ class Tracer:
                 ledger.peaks.clear()
                 ledger.sent.clear()
                 ledger.section = FORWARD
-                backend.accumulate(0, rows, spans, last=last)
+                backend.accumulate(0, given, spans, last=last)
                 times = rounds if not apart else 1 if last else rounds - 1
                 sent.update({name: size * times for name, size in ledger.sent.items()})
             ledger.name(GRADIENTS, (p.grad for p in model.parameters() if p.grad is not None))
@@ -131,23 +153,32 @@ class Tracer:
             ledger.section = STEP
             backend.update(0)
             sent.update(ledger.sent)
+        workspaces = self._workspaces(model, rows, encoded) if self._on_device and packing.share_prompts else {}
         for section, peak in ledger.peaks.items():
-            peak.parts[WORKSPACE] = workspace if section[:2] == ("backward", 0) else 0
+            peak.parts[WORKSPACE] = workspaces.get(section[1], 0) if section[0] == "backward" else 0
         return Told({section: peak.parts for section, peak in ledger.peaks.items()}, sent)
 
-    def _workspace(self, model: Any, rows: Sequence[TrainRow]) -> int:
-        """Of the kernel that a device would attend with."""
-        attn, dtype, text = self._config.model.attn, self._config.train.dtype, model.config.get_text_config()
-        name = attn if attn != "auto" else candidates(attn, "cuda", dtype)[0].name
-        num_heads = text.num_attention_heads
-        head_dim = getattr(text, "head_dim", None) or text.hidden_size // num_heads
-        heads = Heads(num_heads, getattr(text, "num_key_value_heads", None) or num_heads, head_dim)
-        formula = WORKSPACE_OF.get(name)
-        return 0 if formula is None else formula(heads, tokens=_tokens(rows), rows=len(rows), width=WIDTHS[dtype])
+    def _workspaces(
+        self, model: Any, rows: Sequence[TrainRow], encoded: Mapping[int, tuple[int, int]]
+    ) -> dict[int, int]:
+        """Of the kernel that a device would attend with, in the backward of a layer of each stack. encoded: tokens and sequences
+        of each tower's."""
+        attn, dtype = self._config.model.attn, self._config.train.dtype
+        formula = WORKSPACE_OF.get(attn if attn != "auto" else candidates(attn, "cuda", dtype)[0].name)
+        if formula is None:
+            return {}
+        sizes = {0: (model.config.get_text_config(), _tokens(rows), len(rows))}
+        for at, tower in enumerate(towers_of(model), start=1):
+            if at in encoded:
+                sizes[at] = (tower.config, *encoded[at])
+        return {
+            at: formula(Heads.of(config), tokens=tokens, rows=number, width=WIDTHS[dtype])
+            for at, (config, tokens, number) in sizes.items()
+        }
 
     def _scoring(self, num_ranks: int, dtype: str, rows: Sequence[Packable]) -> Traced:
         with first_of(num_ranks):
-            mesh = _Mesh.open(MeshConfig(), num_ranks)
+            mesh = _Mesh.open(self._config.train.mesh.of_scorers(num_ranks), num_ranks)
             return self._depths.extend([self._scored(point, mesh, dtype, rows) for point in self._depths.points])
 
     def _scored(self, point: Point, mesh: Mesh, dtype: str, rows: Sequence[Packable]) -> Told:
@@ -169,6 +200,8 @@ class Tracer:
         train = self._config.train
         model = without_memory(self._depths.cut(self._model_config, point), dtype).eval()
         model.tie_weights()
+        if self._values:
+            give_value_head(model)
         parallel.shard(model, mesh, param_dtype=train.dtype, encoders=train.encoders)
         return model
 
@@ -199,8 +232,10 @@ class _Sections:
         return found
 
 
-def _mark(model: Any, ledger: Ledger) -> None:
-    """Forward and backward are told layer by layer."""
+def _mark(model: Any, ledger: Ledger) -> dict[int, tuple[int, int]]:
+    """Forward and backward are told layer by layer. What the layers of each tower take in at most is filled in by its number:
+    tokens, and the sequences that they are."""
+    encoded: dict[int, tuple[int, int]] = {}
 
     def begins(section: tuple[str, int, int] | str) -> Any:
         def hook(*_: Any) -> None:
@@ -216,12 +251,23 @@ def _mark(model: Any, ledger: Ledger) -> None:
 
         return after
 
+    def takes(at: int) -> Any:
+        def hook(_: Any, args: Any, kwargs: Any) -> None:
+            hidden, *more = args
+            cuts = kwargs["cu_seqlens"] if "cu_seqlens" in kwargs else more[0]
+            encoded[at] = max(encoded.get(at, (0, 0)), (hidden.shape[-2], len(cuts) - 1))
+
+        return hook
+
     stacks = [text_layers(model), *(layers_of(tower, model) for tower in dict.fromkeys(towers_of(model)))]
     for at, layers in enumerate(stacks):
         for index, layer in enumerate(layers):
             layer.register_forward_pre_hook(begins(("forward", at, index)))
             layer.register_forward_hook(ends(at, index))
+        if at:
+            layers[0].register_forward_pre_hook(takes(at), with_kwargs=True)
     model.get_output_embeddings().register_forward_pre_hook(begins(OUTPUT))
+    return encoded
 
 
 def _fill(model: Any) -> None:

@@ -1,7 +1,8 @@
 """What attention kernels of GPUs hold beside the tensors that a trace sees: a formula for each, under its own name. In bytes.
 
-Owns the formulas. Does not own which kernel is taken (`models/attention.py`). They are of the backward of one layer, which takes
-more than its forward; queries, keys, values and their gradients are in the trace. Imports no torch.
+Owns the formulas. Does not own which kernel is taken (`models/attention.py`). They are of the backward of one layer, of the
+decoder or of a tower, which takes more than its forward; queries, keys, values and their gradients are in the trace. Imports no
+torch.
 
     WORKSPACE_OF["flash_attention_2"](heads, tokens=16_384, rows=8, width=2)
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 _FLOAT = 4
 
@@ -19,6 +21,16 @@ class Heads:
     num_heads: int
     num_key_heads: int
     head_dim: int
+
+    @classmethod
+    def of(cls, config: Any) -> Heads:
+        """Of a decoder's or a tower's layers, by its config."""
+        names = ("num_attention_heads", "num_heads", "encoder_attention_heads")
+        num = next(found for name in names if (found := getattr(config, name, None)))
+        width = getattr(config, "hidden_size", None) or config.d_model
+        return cls(
+            num, getattr(config, "num_key_value_heads", None) or num, getattr(config, "head_dim", None) or width // num
+        )
 
 
 def flash_attention_2(heads: Heads, *, tokens: int, rows: int, width: int) -> int:

@@ -38,12 +38,16 @@ def scale(
 
 
 def restart(
-    role: str, path: Path, *, reason: str, dry_run: bool, wait: bool, force: bool, timeout: float | None
+    roles: list[str], path: Path, *, reason: str, dry_run: bool, wait: bool, force: bool, timeout: float | None
 ) -> int:
-    """New replicas in the place of the old, one after another."""
+    """New replicas in the place of the old, one after another, and one role after another."""
     record = live_record(path, "for a role of it to be restarted")
     fields = {"reason": reason, "dry_run": dry_run, "force": force}
-    return _asked(record, role, "restart", fields, timeout, wait=wait and not dry_run)
+    code = 0
+    for role in roles:
+        waits = (wait or role != roles[-1]) and not dry_run
+        code = code or _asked(record, role, "restart", fields, timeout, wait=waits)
+    return code
 
 
 def _asked(

@@ -79,10 +79,10 @@ class _Work:
 
 
 class Requests:
-    """`groups`: role -> its role group, of every role that can have more or fewer replicas; `replicas`: role group -> how many it
-    has at the start; `least`: how many must stay, where that is more than one. `admit`: why so many more of a role group are not
-    possible, empty where they are; `no_engines`: why none that run already are attached; `failure`: what a replica failed of
-    last. `drain_s` and `start_s`: timeouts where a wish has none."""
+    """`groups`: role -> its role group, of every role that can have more or fewer replicas; `fixed`: of the others, which only
+    start again; `replicas`: role group -> how many it has at the start; `least`: how many must stay, where that is more than one.
+    `admit`: why so many more of a role group are not possible, empty where they are; `no_engines`: why none that run already are
+    attached; `failure`: what a replica failed of last. `drain_s` and `start_s`: timeouts where a wish has none."""
 
     def __init__(
         self,
@@ -96,8 +96,9 @@ class Requests:
         least: Mapping[str, int] = MappingProxyType({}),
         no_engines: str = "",
         failure: Callable[[str], str] = lambda name: "",
+        fixed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        self._groups = groups
+        self._groups, self._fixed = groups, fixed
         self._next = dict(replicas)
         self._admit = admit
         self._default_s = {"scale_out": start_s, "scale_in": drain_s, "restart": drain_s + start_s}
@@ -132,11 +133,13 @@ class Requests:
 
     def ask(self, wish: Wish, seen: Seen, now: float) -> Request:
         """The request of a wish: PENDING, or an answer that changes nothing. ConfigError for a wish that can be none."""
-        if wish.role not in self._groups:
-            known = ", ".join(self._groups) or "none of this run"
+        groups, which = self._groups, "that keeps no state and shares no process with the trainer"
+        if wish.action == "restart":
+            groups, which = {**self._groups, **self._fixed}, "of this run"
+        if wish.role not in groups:
+            known = ", ".join(groups) or "none of this run"
             raise ConfigError(
-                f"role must be one that keeps no state and shares no process with the trainer ({known}), got {wish.role!r}. "
-                "Name another one, or give it a role group of its own"
+                f"role must be one {which} ({known}), got {wish.role!r}. Name another one, or give it a role group of its own"
             )
         if wish.idempotency_key is not None and wish.idempotency_key in self._by_key:
             before, request_id = self._by_key[wish.idempotency_key]
@@ -145,13 +148,13 @@ class Requests:
                     f"idempotency_key must be new for another wish, got {wish.idempotency_key!r} of {before}. Take another key"
                 )
             return self._requests[request_id]
-        group = self._groups[wish.role]
+        group = groups[wish.role]
         living = replicas_of(group, seen)
-        request = self._answer(wish, living)
         if self.active is not None:
-            return replace(request, status=Status.CONFLICT, message=f"request {self.active.request_id} is under way")
-        status, message = self._judge(wish, group, living)
-        request = replace(request, status=status, message=message)
+            status, message = Status.CONFLICT, f"request {self.active.request_id} is under way"
+        else:
+            status, message = self._judge(wish, group, living)
+        request = replace(self._answer(wish, living, begins=status is Status.PENDING), status=status, message=message)
         if status is Status.PENDING and not wish.dry_run:
             self._begin(wish, request, group, now)
         return request
@@ -194,14 +197,14 @@ class Requests:
             else (Status.NOOP, f"all of them are {where} already")
         )
 
-    def _answer(self, wish: Wish, living: Sequence[str]) -> Request:
-        """With the replicas that it would take."""
+    def _answer(self, wish: Wish, living: Sequence[str], *, begins: bool) -> Request:
+        """With the replicas that it would take; new ones where it `begins` alone, since any number may be asked for."""
         at = self._wall()
         chosen: Sequence[str] = living
         if wish.engine_urls:
             chosen = wish.engine_urls
         elif wish.action == "scale_out":
-            chosen = self._names(self._groups[wish.role], wish.num_replicas - len(living))
+            chosen = self._names(self._groups[wish.role], wish.num_replicas - len(living)) if begins else ()
         elif wish.action == "scale_in":
             chosen = living[::-1][: max(0, len(living) - wish.num_replicas)]  # the newest first
         timeout_s = wish.timeout_s if wish.timeout_s is not None else self._default_s[wish.action]

@@ -26,6 +26,7 @@ from rondo.launch.elastic.joining import Attach, Detach, GiveUp
 from rondo.launch.elastic.request import Action, Policy, Replica, Request, Status, Wish
 from rondo.launch.elastic.requests import Add, Drain, Order, Requests, Stay, replicas_of
 from rondo.launch.elastic.room import Room
+from rondo.launch.groups import TRAINED
 from rondo.launch.plan import spec_of
 from rondo.roles.engines.sglang.requirements import address_of
 from rondo.runtime.actors.ref import ActorRef
@@ -91,7 +92,7 @@ class Scaler:
         self._supervisor, self._config = supervisor, config
         self._tell, self._proved, self._clock = tell, proved, clock
         self._room, self._run = Room(config, run), run
-        self._groups = {group.name: group for group in config.groups if not (fixed or "actor" in group.roles)}
+        self._groups = {group.name: group for group in config.groups if not (fixed or set(TRAINED) & set(group.roles))}
         limits = config.supervision
         self._requests = Requests(
             {role: group.name for group in self._groups.values() for role in group.roles},
@@ -103,6 +104,9 @@ class Scaler:
             least=_least(config),
             failure=supervisor.last_failure,
             no_engines=_no_engines(config),
+            fixed={
+                role: g.name for g in config.groups if set(TRAINED) & set(g.roles) and not fixed for role in g.roles
+            },
         )
         self._ref = ref
         self._calls: dict[str, asyncio.Task[None]] = {}  # about an engine that runs already, by its address

@@ -28,6 +28,7 @@ _LITTLE = 0.1
 _FULL = 0.85
 """Of a machine's cores."""
 _UNNEEDED = {
+    "teacher": "without distillation there is no teacher",
     "reference": "algorithm.kl_coef=0 needs no reference",
     "actor_fwd": "without actor_fwd, algorithm.old_log_probs='auto' takes log-probs that are there already",
 }

@@ -34,10 +34,17 @@ def draw(run: Path, out: Path | None = None) -> Path:
     _line(reward, steps, "reward_mean", "training samples")
     for name, points in evaluation_lines(evaluations).items():
         reward.plot([x for x, _ in points], [y for _, y in points], "o--", markersize=4, label=name)
-    reward.set_ylabel("reward")
+    of_job = "job" in steps[-1]
+    if of_job:
+        _line(reward, steps, "loss", "training rows")
+    reward.set_ylabel("loss" if of_job else "reward")
     _line(staleness, steps, "staleness_mean", "mean")
     _line(staleness, steps, "staleness_max", "max")
-    staleness.set_ylabel("staleness (policy versions)")
+    for name, points in measured_lines(evaluations).items():
+        axes = reward if name == "eval_loss" else staleness
+        axes.plot([x for x, _ in points], [y for _, y in points], "o--", markersize=4, label=name)
+    _line(staleness, steps, "rewards/accuracies", "training rows")
+    staleness.set_ylabel("accuracy" if of_job else "staleness (policy versions)")
     _line(seconds, steps, "step_s", "step")
     _line(seconds, steps, "train_s", "training")
     _line(seconds, steps, "wait_s", "waiting for data")
@@ -66,6 +73,16 @@ def evaluation_lines(evaluations: list[dict[str, Any]]) -> dict[str, list[tuple[
                     lines.setdefault(f"{name} {figure}", []).append((found["version"], figures[figure]))
         if "sets" not in found and found["reward"] is not None:
             lines.setdefault("held-out prompts", []).append((found["version"], found["reward"]))
+    return lines
+
+
+def measured_lines(evaluations: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
+    """Figure -> (version, value) of what a job without rollouts measured: its loss, and shares of what is right."""
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for found in evaluations:
+        for name, value in found.get("figures", {}).items():
+            if name == "eval_loss" or "accurac" in name:
+                lines.setdefault(name, []).append((found["version"], value))
     return lines
 
 

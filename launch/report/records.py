@@ -23,9 +23,14 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         yield from read_lines(file, path)
 
 
+def is_step(record: Mapping[str, Any]) -> bool:
+    """Whether it tells of a trained step: of rewards, or in a job without rollouts of a loss alone."""
+    return "step" in record and ("reward_mean" in record or "job" in record)
+
+
 def step_records(path: Path) -> list[dict[str, Any]]:
     """One record a step, in order of steps. A step that ran again after a restart counts as its last run."""
-    steps = {record["step"]: record for record in read_records(path) if "step" in record and "reward_mean" in record}
+    steps = {record["step"]: record for record in read_records(path) if is_step(record)}
     return [steps[step] for step in sorted(steps)]
 
 
@@ -46,9 +51,10 @@ def shown_reward(mean: float | None, record: Mapping[str, Any]) -> str:
 
 
 def evaluation_figures(evaluation: Mapping[str, Any]) -> dict[str, float]:
-    """mean@k and pass@k of an evaluation by "set pass@k", without the set's name where it is the only one."""
+    """mean@k and pass@k of an evaluation by "set pass@k", without the set's name where it is the only one; of a job without
+    rollouts what it measures."""
     sets = evaluation.get("sets", {})
-    return {
+    return evaluation.get("figures", {}) | {
         figure if len(sets) == 1 else f"{name} {figure}": value
         for name, figures in sets.items()
         for figure, value in figures.items()

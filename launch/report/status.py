@@ -35,7 +35,8 @@ def show_status(path: Path, *, as_json: bool = False) -> int:
         found = {"run": run.name, "alive": True, "pid": record.pid, "url": url_of(record)}
         found |= {"health": ask(record, "/healthz"), "roles": ask(record, "/roles"), "waits": ask(record, "/waits")}
         found |= {"scaling": ask(record, "/scaling")["active"]}
-        found |= {"endpoints": [read_json(path) for path in sorted((run / "endpoints").glob("*.json"))]}
+        records = (path for folder in ("endpoints", "genrm") for path in sorted((run / folder).glob("*.json")))
+        found |= {"endpoints": [read_json(path) for path in records]}
         if as_json:
             _print_json(found)
         else:
@@ -142,7 +143,11 @@ def _print_unfinished(run: Path, as_json: bool) -> int:
         _print_json({"run": run.name, "alive": False, "summary": None, "last_step": last, "evaluations": evaluations})
         return 1
     reached = (
-        f"step {last['step'] + 1}, reward {shown_reward(last['reward_mean'], last)}" if last is not None else "no step"
+        "no step"
+        if last is None
+        else f"step {last['step'] + 1}, reward {shown_reward(last['reward_mean'], last)}"
+        if "reward_mean" in last
+        else f"step {last['step'] + 1}, loss {last['loss']:.4g}"
     )
     saved = newest_complete(run / "checkpoints") is not None
     advice = f"Go on with `rondo resume {run}`" if saved else "It has no checkpoint: start it again with `rondo train`"

@@ -14,9 +14,16 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rondo.launch.report.records import evaluation_figures, evaluation_records, read_records, shown_reward, step_records
+from rondo.launch.report.records import (
+    evaluation_figures,
+    evaluation_records,
+    is_step,
+    read_records,
+    shown_reward,
+    step_records,
+)
 from rondo.launch.rundir import read_json, write_json
-from rondo.models.media.inputs import MODALITIES
+from rondo.models.media.inputs import KINDS
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.records.telling import telling
 
@@ -25,7 +32,6 @@ if TYPE_CHECKING:
 
 
 _NUM_CAUSES = 5
-KINDS = ("text", *MODALITIES)
 _SHOWN_WAIT_S = 0.05
 """Waits that add up to less are left out of the table; summary.json has them."""
 
@@ -64,6 +70,9 @@ class Summary:
     log_prob_gap: Mapping[str, float] = field(default_factory=dict)
     """Mean absolute gap between the log-probs of engine and trainer under the same weights, in nats, the largest of any
     step: of all tokens, and of rows with each modality."""
+    modalities: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Kind of rows, where some have media -> samples trained, and means over samples: their reward in the first tenth of the
+    steps and in the last, and in that the tokens of a response and the part of them that was clipped."""
     restarts: Mapping[str, int] = field(default_factory=dict)
     recovery_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds from a death to a role group that is ready again; the slowest of each role."""
@@ -102,7 +111,7 @@ def summarize(
     metrics = run / "metrics.jsonl"
     steps, evaluations = step_records(metrics), evaluation_records(metrics)
     since = started if started is not None else 0.0  # a resumed run has steps from before
-    told = (r["time"] for r in read_records(metrics) if "step" in r and "reward_mean" in r)
+    told = (r["time"] for r in read_records(metrics) if is_step(r))
     first_time = next((at for at in told if at >= since), None)
     counts: dict[str, Any] = {}
     with telling("the audit"):
@@ -120,8 +129,9 @@ def summarize(
         quarantined=causes(run / "events.jsonl", "quarantined"),
         failed=causes(run / "events.jsonl", "failed"),
         failed_rewards=failed_rewards(steps, evaluations),
-        left_out=left_out(run / "events.jsonl"),
+        left_out=left_out(run / "events.jsonl", steps),
         log_prob_gap=largest_gaps(steps),
+        modalities=by_modality(steps),
         first_step_s=first_time - started if first_time is not None and started is not None else None,
         longest_wait_s=_mean([record["longest_wait_s"] for record in steps if "longest_wait_s" in record]),
         staleness_tokens=dict(
@@ -158,9 +168,12 @@ def causes(events: Path, state: str) -> dict[str, int]:
     return dict(collections.Counter(last.values()).most_common(_NUM_CAUSES))
 
 
-def left_out(events: Path) -> dict[str, int]:
+def left_out(events: Path, steps: Sequence[Mapping[str, Any]] = ()) -> dict[str, int]:
     """As in `Summary`; a row counts once, however often it came."""
-    prompts, num_demonstrations = set(), 0
+    prompts, num_demonstrations = (
+        set(),
+        max((record.get("skipped", 0) for record in steps if "job" in record), default=0),
+    )
     for record in read_records(events):
         if record.get("kind") == "left_out":
             prompts.add(record["why"])
@@ -184,6 +197,27 @@ def largest_gaps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             kind = name.removeprefix("log_prob_gap").removeprefix("_") or "all"
             if name.startswith("log_prob_gap") and (kind == "all" or kind in KINDS):
                 found[kind] = max(found.get(kind, 0.0), value)
+    return found
+
+
+def by_modality(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """As in `Summary`."""
+    tenth = -(-len(steps) // 10)
+    found: dict[str, dict[str, float]] = {}
+    for kind in KINDS:
+        wanted = (
+            ("reward_first", "reward_mean", steps[:tenth]), ("reward_last", "reward_mean", steps[-tenth:]),
+            ("response_tokens", "response_tokens", steps[-tenth:]), ("clip_fraction", "clip_fraction", steps[-tenth:]),
+        )  # fmt: skip
+        for figure, name, among in wanted:
+            told = [
+                (r[f"{name}_{kind}"], r[f"num_samples_{kind}"]) for r in among if r.get(f"{name}_{kind}") is not None
+            ]
+            if told:
+                mean = sum(value * num for value, num in told) / sum(num for _, num in told)
+                found.setdefault(kind, {"num_samples": sum(r.get(f"num_samples_{kind}", 0) for r in steps)})[figure] = (
+                    mean
+                )
     return found
 
 
@@ -264,6 +298,8 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "failed", f"{count} x {cause}"
     if summary.left_out:
         yield "left_out", _pairs(summary.left_out)
+    for kind, figures in summary.modalities.items():
+        yield f"rows: {kind}", " ".join(f"{name}={value:.4g}" for name, value in figures.items())
     if summary.log_prob_gap:
         yield "log_prob_gap", " ".join(f"{name}={value:.2g}" for name, value in summary.log_prob_gap.items())
     yield "restarts", _pairs(summary.restarts) or "0"
@@ -311,6 +347,8 @@ def _audit(run: Path) -> dict[str, Any]:
     if not journal.is_dir() or not files(journal):
         return {}
     settings = read_json(run / "config.resolved.json")
+    if settings.get("job", "rl") != "rl":
+        return {}
     found = audit(
         journal,
         settings["rollout"]["samples_per_prompt"],

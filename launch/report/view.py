@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rondo.launch.machine import show_bytes
-from rondo.launch.report.records import evaluation_figures, shown_reward
+from rondo.launch.report.records import evaluation_figures, is_step, shown_reward
 from rondo.runtime.records.telling import tell_every, telling
 
 if TYPE_CHECKING:
@@ -49,7 +49,8 @@ class Progress:
     num_done: int = 0
     """Committed steps."""
     last: dict[str, Any] = field(default_factory=dict)
-    """The newest step's record."""
+    """The newest step's record, with the critic's newest figures."""
+    critic: dict[str, Any] = field(default_factory=dict)
     rewards: list[float] = field(default_factory=list)
     step_times: collections.deque[float] = field(default_factory=lambda: collections.deque(maxlen=_RECENT_STEPS + 1))
     evaluations: dict[int, str] = field(default_factory=dict)
@@ -58,17 +59,20 @@ class Progress:
 
     def add(self, record: Mapping[str, Any]) -> str | None:
         """Folds one record; the line to print for it, or None for one that is only counted."""
-        if "reward_mean" in record and "step" in record:
+        if "critic" in record:
+            self.critic = {name: record["critic"][name] for name in _OF_CRITIC if name in record["critic"]}
+        if is_step(record):
             self.num_done = record["step"] + 1
             # A step that is repeated after a restart takes the place of what it repeats.
             del self.rewards[record["step"] :]
-            self.rewards.append(record["reward_mean"])
+            self.rewards.append(record["reward_mean" if "reward_mean" in record else "loss"])
             self.step_times.append(record["time"])
-            self.last = dict(record)
-            return f"{_clock(record)} {step_line(record, self.num_steps)}"
+            self.last = {**record, **self.critic}
+            return f"{_clock(record)} {step_line(self.last, self.num_steps)}"
         if "evaluation" in record:
             evaluation = record["evaluation"]
-            self.evaluations[evaluation["version"]] = shown_reward(evaluation.get("reward"), evaluation)
+            told = pairs(evaluation.get("figures", {})) or shown_reward(evaluation.get("reward"), evaluation)
+            self.evaluations[evaluation["version"]] = told
             figures = {name.replace(" ", "."): value for name, value in evaluation_figures(evaluation).items()}
             line = f"{_clock(record)} evaluation {pairs({**evaluation, **figures})}"
         elif record.get("kind") in _COUNTED:
@@ -186,21 +190,23 @@ class LiveView:
             roles.add_row(group.name, Text(state, style=style), str(group.restarts), show_bytes(group.rss_bytes))
         parts: list[RenderableType] = [head]
         if progress.rewards:
+            what = "reward" if "reward_mean" in progress.last else "loss"
             reward = shown_reward(progress.rewards[-1], progress.last)
-            parts.append(Text(f"reward {reward} {sparkline(progress.rewards)}", no_wrap=True))
+            parts.append(Text(f"{what} {reward} {sparkline(progress.rewards)}", no_wrap=True))
             parts.append(Text(pairs({k: progress.last[k] for k in _FIGURES if k in progress.last}), overflow="fold"))
         if progress.evaluations:
             newest = list(progress.evaluations.items())[-_NUM_EVALUATIONS:]
             shown = "  ".join(f"version {version}: {reward}" for version, reward in newest)
-            parts.append(Text(f"held-out reward  {shown}", style="bold"))
+            parts.append(Text(f"held-out {'loss' if 'job' in progress.last else 'reward'}  {shown}", style="bold"))
         parts.append(roles)
         parts.extend(Text(line, style="dim", no_wrap=True, overflow="ellipsis") for line in progress.events)
         return Group(*parts)
 
 
+_OF_CRITIC = ("explained_variance", "value_loss")
 _FIGURES = (
     "loss", "grad_norm", "lr", "staleness_mean", "staleness_max", "step_s", "train_s", "wait_s", "longest_wait_s", "tokens", "kl",
-    "clip_fraction", "log_prob_gap",
+    "clip_fraction", "log_prob_gap", *_OF_CRITIC,
 )  # fmt: skip
 
 
@@ -213,8 +219,8 @@ def say(text: str) -> None:
 def step_line(record: Mapping[str, Any], num_steps: int) -> str:
     """A step as one line: `step=3/40 reward=0.412 loss=...`."""
     figures = {name: record[name] for name in _FIGURES if name in record}
-    reward = shown_reward(record["reward_mean"], record)
-    return f"step={record['step'] + 1}/{num_steps} reward={reward} {pairs(figures)}".rstrip()
+    reward = f" reward={shown_reward(record['reward_mean'], record)}" if "reward_mean" in record else ""
+    return f"step={record['step'] + 1}/{num_steps}{reward} {pairs(figures)}".rstrip()
 
 
 def pairs(values: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ multimodal rotary positions again; a response goes on at their maximum + 1 on al
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -33,10 +33,17 @@ _MADE_FROM: dict[Modality, str] = {
     "video": "pixel_values_videos",
 }
 MODALITIES: tuple[Modality, ...] = tuple(_MADE_FROM)
+KINDS = ("text", *MODALITIES, "mixed")
+"""Of rows, for figures: those without media, those with each modality, and those with several."""
 ARRAYS = (
     "positions", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features",
     "feature_attention_mask",
 )  # fmt: skip
+
+
+def kinds_of(modalities: Sequence[str]) -> tuple[str, ...]:
+    """Which of `KINDS` a row is that has these; with several it counts for each, and as mixed."""
+    return (*modalities, "mixed") if len(modalities) > 1 else tuple(modalities) or ("text",)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ user's, which every process looks up for itself (`function_of`). Imports no torc
     AlgorithmConfig(name="dapo", kl_coef=0.02)
         -> advantage="group_mean_std", normalizer="token", clip_low=0.2, clip_high=0.28, kl_coef=0.02, ...
 
-Invariant: an option that is not set, or None, is what the algorithm of that name stands for; an option that contradicts what
-makes the algorithm what it is (`FIXED`) is refused, never ignored.
+Invariant: an option that is not set, or None (but for `normalize_batch`, where None is a choice), is what the algorithm of that
+name stands for; an option that contradicts what makes the algorithm what it is (`FIXED`) is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -21,12 +21,15 @@ from pydantic import Field, model_validator
 from rondo.runtime.reference import load_reference
 from rondo.runtime.section import FunctionRef, Section, nearest
 
-Advantage = Literal["group_mean_std", "group_mean"]
-PolicyLoss = Literal["ppo_clip"]
+Advantage = Literal[
+    "group_mean_std", "group_mean", "leave_one_out", "group_mean_ratio", "reward_to_go", "decoupled", "turns", "gae"
+]
+PolicyLoss = Literal["ppo_clip", "gspo", "gspo_token", "m2po", "sapo", "reinforce", "cispo_signed", "p3o"]
 Normalizer = Literal["sample", "token", "constant"]
-KlEstimator = Literal["k1", "k2", "k3", "low_var"]
+KlEstimator = Literal["k1", "k2", "k3", "low_var", "unbiased"]
 OldLogProbs = Literal["self", "actor_fwd", "rollout"]
-TisMode = Literal["truncate", "mask"]
+KlIn = Literal["loss", "reward"]
+TisMode = Literal["truncate", "mask", "reject"]
 TisLevel = Literal["token", "sequence", "geometric"]
 BatchNormalization = Literal["tokens", "samples"]
 
@@ -39,11 +42,72 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "dr_grpo": {"advantage": "group_mean", "normalizer": "constant"},
     # Yu et al. 2025, DAPO, arXiv 2503.14476, equations 8 to 12: clip-higher, token-level loss, dynamic sampling.
     "dapo": {"normalizer": "token", "clip_high": 0.28, "needs_dynamic_sampling": True},
-}
+    # Zheng et al. 2025, GSPO, arXiv 2507.18071: one ratio a sample, and so clips a thousand times narrower.
+    "gspo": {"policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo_token": {"policy_loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4},
+    # Gao et al. 2025, SAPO, arXiv 2511.20347.
+    "sapo": {"policy_loss": "sapo"},
+    # MiniMax 2025, MiniMax-M1, arXiv 2506.13585; its bounds are those of ScaleRL (Khatri et al. 2025, arXiv 2510.13786).
+    "cispo": {"policy_loss": "reinforce", "normalizer": "token", "clip_low": 1.0, "clip_high": 4.0},
+    "cispo_signed": {"policy_loss": "cispo_signed", "normalizer": "token"},
+    # Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740.
+    "rloo": {
+        "advantage": "leave_one_out", "policy_loss": "reinforce", "normalizer": "token", "clip_low": 1.0, "clip_high": 1.0,
+    },
+    # Hu et al. 2025, REINFORCE++, arXiv 2501.03262: no baseline but the step's own mean; and its form with the group's.
+    "reinforce_plus_plus": {
+        "advantage": "reward_to_go", "normalizer": "token", "normalize_batch": "tokens", "kl": "k1", "kl_in": "reward",
+        "min_group_size": 1, "needs_full_step": True,
+    },
+    "reinforce_plus_plus_baseline": {
+        "advantage": "group_mean", "normalizer": "token", "normalize_batch": "tokens", "kl": "k2", "needs_full_step": True,
+    },
+    # Zheng et al. 2025, Prosperity before Collapse, arXiv 2510.01161.
+    "m2po": {
+        "policy_loss": "m2po", "normalizer": "token", "clip_low": 0.3, "clip_high": 0.5, "old_log_probs": "rollout",
+        "needs_full_step": True,
+    },
+    # Liu et al. 2026, GDPO, arXiv 2601.05242.
+    "gdpo": {"advantage": "decoupled", "normalize_batch": "samples", "needs_full_step": True},
+    # Fakoor et al. 2019, P3O, arXiv 1905.01756.
+    "p3o": {"policy_loss": "p3o", "normalizer": "token", "old_log_probs": "rollout", "needs_full_step": True},
+    # Tajwar et al. 2026, Maximum Likelihood Reinforcement Learning, arXiv 2602.02710.
+    "maxrl": {
+        "advantage": "group_mean_ratio", "policy_loss": "reinforce", "normalizer": "token", "clip_low": 1.0, "clip_high": 1.0,
+    },
+    # Schulman et al. 2017, arXiv 1707.06347, with a critic's values and advantages over the step's tokens brought to mean 0 and
+    # deviation 1, as PPO is run on language models (Ouyang et al. 2022, arXiv 2203.02155).
+    "ppo": {
+        "advantage": "gae", "normalizer": "token", "normalize_batch": "tokens", "needs_full_step": True, "min_group_size": 1,
+    },
+}  # fmt: skip
 """Name -> where it differs from the defaults."""
 
-FIXED: Mapping[str, tuple[str, ...]] = {"dr_grpo": ("advantage", "normalizer"), "dapo": ("normalizer",)}
+FIXED: Mapping[str, tuple[str, ...]] = {
+    "dr_grpo": ("advantage", "normalizer"),
+    "dapo": ("normalizer",),
+    "gspo": ("policy_loss", "normalizer"),
+    "gspo_token": ("policy_loss", "normalizer"),
+    "sapo": ("policy_loss",),
+    "cispo": ("policy_loss",),
+    "cispo_signed": ("policy_loss",),
+    "rloo": ("advantage", "policy_loss"),
+    "reinforce_plus_plus": ("advantage",),
+    "reinforce_plus_plus_baseline": ("advantage",),
+    "m2po": ("policy_loss", "old_log_probs"),
+    "gdpo": ("advantage",),
+    "p3o": ("policy_loss", "old_log_probs"),
+    "maxrl": ("advantage",),
+    "ppo": ("advantage",),
+}
 """What no option may change."""
+_CLIPS = ("clip_low", "clip_high", "dual_clip")
+_TAUS = ("sapo_tau_positive", "sapo_tau_negative")
+_TAKES: Mapping[str, tuple[str, ...]] = {
+    "ppo_clip": _CLIPS, "gspo": _CLIPS, "gspo_token": _CLIPS, "m2po": (*_CLIPS, "m2_budget"), "sapo": _TAUS,
+    "reinforce": _CLIPS[:2], "cispo_signed": _CLIPS, "p3o": (),
+}  # fmt: skip
+"""The options that a loss of ours reads, of those that are for losses alone."""
 _OF_ITS_OWN = ("min_group_size", "needs_full_step", "needs_dynamic_sampling")
 
 TIS_HIGH = 2.0
@@ -57,24 +121,41 @@ class AlgorithmConfig(Section):
     name: str = "grpo"
     own: bool = False
     """The name is yours: the algorithm is what the fields say, and nothing stands behind its name."""
-    clip_low: float = Field(0.2, gt=0, lt=1)
-    """The ratio is clipped at 1 - clip_low."""
+    clip_low: float = Field(0.2, gt=0, le=1)
+    """The ratio is clipped at 1 - clip_low; with 1 not at all on this side."""
     clip_high: float = Field(0.2, gt=0)
     """The ratio is clipped at 1 + clip_high. Where both sides are alike by default it follows a `clip_low` that is set."""
     dual_clip: float = Field(3.0, gt=1)
-    """No token of negative advantage weighs more than so many times it (Ye et al. 2020, arXiv 1912.09729, their c). Without, one
-    whose ratio is great, by a step or by numerics, has no bound; 1e9 bounds nothing."""
+    """No token of negative advantage weighs more than so many times it in a clipped loss (Ye et al. 2020, arXiv 1912.09729, their
+    c). Without, one whose ratio is great, by a step or by numerics, has no bound; 1e9 bounds nothing."""
+    sapo_tau_positive: float = Field(1.0, gt=0)
+    sapo_tau_negative: float = Field(1.05, gt=0)
+    """How soon SAPO's gate fades as the ratio leaves 1, for advantages above 0 and others."""
+    m2_budget: float = Field(0.01, gt=0)
+    """The second moment of harmful log-ratios that M2PO allows, in nats squared."""
     kl_coef: float = Field(0.0, ge=0)
-    """Weight of the KL to the reference model in the loss; 0 needs no reference."""
+    """Weight of the KL to the reference model; 0 needs no reference."""
     kl: KlEstimator = "k3"
+    kl_in: KlIn = "loss"
+    """Where that KL counts: a term of the loss, with its gradient, or taken off the reward of the sample that it is of."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """Weight of the policy's entropy at each token, which the loss rewards."""
     normalize_std: bool | None = None
     """Whether advantages are divided by the standard deviation of their prompt group: another word for `advantage`."""
     normalizer: Normalizer = "sample"
     """What a step's summed loss is divided by: samples (of token means), tokens, or samples x max_new_tokens."""
     normalize_batch: BatchNormalization | None = None
-    """Brings the advantages of a whole step to mean 0 and deviation 1, over its tokens or over its samples."""
+    """Brings the advantages of a whole step to mean 0 and deviation 1, over its tokens or over its samples. None, where it is
+    set, leaves them as they are."""
     advantage: Advantage | FunctionRef = "group_mean_std"
     """`def advantage(rewards, masks)`: from the rewards of a prompt group to numbers for its samples, or for their tokens."""
+    gamma: float = Field(1.0, gt=0, le=1)
+    """Of advantage "gae" how much less each token further on counts, of "turns" each turn."""
+    gae_lambda: float = Field(1.0, ge=0, le=1)
+    """Of advantage "gae": 1 trusts what a sample got, 0 the critic's value of the next token alone."""
+    bootstrap_truncated: bool = False
+    """Of advantage "gae": whether a sample that its limit cut off is worth what the critic expects behind its last token; else it
+    is over there, as any other."""
     policy_loss: PolicyLoss | FunctionRef = "ppo_clip"
     """`def loss(batch, algorithm)`: the loss of every token of some samples."""
     correction: FunctionRef | None = None
@@ -87,9 +168,13 @@ class AlgorithmConfig(Section):
     """Importance correction, engine against trainer: the loss is weighted with w = pi_old / pi_rollout within these bounds. By
     default up to 2 where the two do not compute alike (SGLang, or bfloat16)."""
     tis_mode: TisMode = "truncate"
-    """truncate: clamp(w, tis_low, tis_high). mask: w within the bounds, else 0."""
+    """truncate: clamp(w, tis_low, tis_high). mask: w within the bounds, else 0. reject: beyond the bounds a token is none of the
+    loss, nor of what this is divided by."""
     tis_level: TisLevel = "token"
     """What w is: the ratio of a token, or of its whole sample: the product of its tokens' ratios, or their geometric mean."""
+    opsm_delta: float | None = Field(None, ge=0)
+    """Leaves tokens of negative advantage out of the policy loss where their sample has become by more than so many nats a token
+    less likely than it was sampled (off-policy sequence masking); Relax's is 1e-4."""
     min_group_size: int = Field(2, ge=1)
     """Samples of a prompt that an advantage compares, at least. This and the next two are for an algorithm of your own."""
     needs_full_step: bool = False
@@ -100,7 +185,9 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _none_is_not_set(cls, given: Any) -> Any:
-        return {name: value for name, value in given.items() if value is not None} if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None or name == "normalize_batch"}
 
     def derive(self) -> None:
         stands_for = dict(ALGORITHMS.get(self.name, {}))
@@ -130,6 +217,12 @@ class AlgorithmConfig(Section):
                     f"algorithm.{option} must be left out with algorithm.{other}, which decides that, "
                     f"got {getattr(self, option)}. Remove one of them"
                 )
+        for option in ("gamma", "gae_lambda", "bootstrap_truncated"):
+            if self._differs(option) and not (self.needs_critic or (option == "gamma" and self.by_turn)):
+                yield (
+                    f"algorithm.{option} must be left out without algorithm.advantage 'gae', which has no values, got "
+                    f"{getattr(self, option)}. Remove it, or set algorithm.name to 'ppo'"
+                )
         if self.tis_high is not None and self.tis_high <= self.tis_low:
             yield (
                 f"algorithm.tis_high must be greater than algorithm.tis_low, got {self.tis_high} and {self.tis_low}. "
@@ -140,10 +233,25 @@ class AlgorithmConfig(Section):
                 "algorithm.old_log_probs must not be 'rollout' with algorithm.tis_high, whose weights would all be 1, "
                 "got both. Remove tis_high, or set old_log_probs to 'self' or 'actor_fwd'"
             )
+        if self.kl_in == "reward" and self.kl == "unbiased":
+            yield (
+                "algorithm.kl must not be 'unbiased' with algorithm.kl_in 'reward', which takes the KL of the policy that "
+                "sampled, where k1 and k3 are unbiased as they are, got both. Set algorithm.kl to 'k1'"
+            )
+        if self.kl_in == "reward" and self.kl_coef and self.advantage in ("decoupled", "group_mean_ratio", "turns"):
+            why = {
+                "decoupled": "which compares each component of a reward by itself",
+                "turns": "which compares turns by themselves",
+                "group_mean_ratio": "which takes rewards for chances of success, and so none below 0",
+            }[self.advantage]
+            yield (
+                f"algorithm.kl_in must be 'loss' with algorithm.advantage {self.advantage!r}, {why}, got 'reward'. Change one of "
+                "them"
+            )
         yield from self._contradicted()
 
     def _contradicted(self) -> Iterator[str]:
-        """What is set otherwise than the name stands for."""
+        """What is set otherwise than the name stands for, or for another loss."""
         needed = {"needs_full_step": self.normalize_batch is not None, **ALGORITHMS.get(self.name, {})}
         for name in FIXED.get(self.name, ()) + (() if self.own else _OF_ITS_OWN):
             stands_for = needed.get(name, type(self).model_fields[name].default)
@@ -158,6 +266,12 @@ class AlgorithmConfig(Section):
                     f"algorithm.{option} must be left out with algorithm.name {self.name!r}, which stands for "
                     f"{stands_for!r}, got {getattr(self, option)!r}. Remove it, or {other}"
                 )
+        for name in (*_CLIPS, *_TAUS, "m2_budget"):
+            if self._differs(name) and name not in _TAKES.get(self.policy_loss, (name,)):
+                yield (
+                    f"algorithm.{name} must be left out with algorithm.policy_loss {self.policy_loss!r}, which does not read it, "
+                    f"got {getattr(self, name)!r}. Remove it"
+                )
 
     def _differs(self, name: str) -> bool:
         return bool(getattr(self, name) != type(self).model_fields[name].default)
@@ -167,9 +281,30 @@ class AlgorithmConfig(Section):
         return self.kl_coef > 0
 
     @property
+    def needs_critic(self) -> bool:
+        return self.advantage == "gae"
+
+    @property
+    def by_turn(self) -> bool:
+        """Whether advantages are made of what each turn is worth."""
+        return self.advantage == "turns"
+
+    @property
+    def joins_samples(self) -> bool:
+        """Whether the loss looks at whole samples, so that all rows of one belong into one micro-batch."""
+        ours = ("ppo_clip", "m2po", "sapo", "reinforce", "cispo_signed", "p3o")
+        by_token = self.normalizer != "sample" and self.normalize_batch != "samples" and self.policy_loss in ours
+        return not by_token or self.tis_level != "token" or self.opsm_delta is not None or self.correction is not None
+
+    @property
     def corrected_by(self) -> str | None:
         """The function that weighs the loss, if any does."""
         return "importance" if self.correction is None and self.tis_high is not None else self.correction
+
+    @property
+    def measures_drift(self) -> bool:
+        """Whether the loss is made with what `drift.py` measures over the whole step."""
+        return self.policy_loss in ("m2po", "p3o")
 
     def for_numerics(self, *, alike: bool) -> AlgorithmConfig:
         """As the loss takes it, for an engine and a trainer that compute alike or not. Where they do not, the difference is

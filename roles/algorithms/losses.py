@@ -1,7 +1,7 @@
-"""Losses: pure functions on the log-probs of response tokens, summed and not yet divided.
+"""Losses: the undivided policy loss of some samples, from the log-probs of their response tokens.
 
-Owns the formulas of the policy loss and what is measured beside them. Does not own the model's forward, advantages, or
-the optimizer step.
+Owns how the parts of an algorithm come together: policy loss, correction, KL, entropy, and what is measured beside them. Does not
+own the parts (`policy_losses.py`, `corrections.py`, `divergence.py`), the model's forward, advantages, or the optimizer step.
 
 Invariant: `policy_sums` of a whole step equals the sum of `policy_sums` of any cut of it into micro-batches and ranks.
 So the actor adds gradients up as rounds come, and divides once by the denominator of the true step.
@@ -15,120 +15,33 @@ logarithms in float32. Masked tokens are selected out and never multiplied by 0:
 A loss and a correction, ours or the user's, see a whole `Batch` and give a number a token, and perhaps what is to be measured:
 
     def loss(batch, algorithm) -> tensor [N], or (tensor [N], {"clip_fraction": tensor [N], ...})
-    def correction(batch, algorithm) -> weights [N], or (weights [N], {...})
+    def correction(batch, algorithm) -> weights [N], (weights [N], {...}), (weights, mask [N]) or (weights, mask, {...})
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rondo.roles.algorithms.algorithm import AlgorithmConfig, KlEstimator, Normalizer, function_of
-from rondo.roles.algorithms.sums import LossSums
+from rondo.roles.algorithms.algorithm import AlgorithmConfig, Normalizer, function_of
+from rondo.roles.algorithms.batch import Batch, Measured, bounded_exp
+from rondo.roles.algorithms.corrections import CORRECTIONS, left_behind
+from rondo.roles.algorithms.divergence import k3, kl
+from rondo.roles.algorithms.policy_losses import POLICY_LOSSES
+from rondo.roles.algorithms.sums import TOKENS_OF, LossSums
 from rondo.runtime.errors import Fatal
 
-Measured = Mapping[str, torch.Tensor]
-"""Name -> per token [N]: metrics are the means over unmasked tokens."""
-
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped here: beyond, exp overflows, and 0 x inf in the backward of a clipped branch would be NaN."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """The samples of a micro-batch as losses see them. Tensors are float32 [N] and 0 at masked tokens; `log_probs` and `entropy`
-    carry the gradient. A loss may count on whole samples, and on nothing about which of them share a micro-batch."""
-
-    log_probs: torch.Tensor
-    old_log_probs: torch.Tensor
-    rollout_log_probs: torch.Tensor
-    advantages: torch.Tensor
-    mask: torch.Tensor
-    """bool [N]: the tokens that train."""
-    lengths: Sequence[int]
-    """Response tokens of each of the S samples, masked ones included."""
-    ref_log_probs: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-
-    def sums(self, values: torch.Tensor) -> torch.Tensor:
-        """[N] -> float64 [S], over the unmasked tokens of each sample: the same wherever in a micro-batch a sample stands."""
-        kept = torch.where(self.mask, values, 0.0)
-        return torch.stack([part.double().sum() for part in kept.split(list(self.lengths))])
-
-    def means(self, values: torch.Tensor) -> torch.Tensor:
-        """[N] -> float64 [S], over the unmasked tokens of each sample; 0 of a sample without any."""
-        return self.sums(values) / self.counts()
-
-    def counts(self) -> torch.Tensor:
-        """int64 [S]: the unmasked tokens of each sample, at least 1."""
-        return torch.stack([part.sum().clamp(min=1) for part in self.mask.split(list(self.lengths))])
-
-    def to_tokens(self, values: torch.Tensor) -> torch.Tensor:
-        """[S] -> float32 [N]: every token has its sample's."""
-        spans = torch.tensor(self.lengths, device=self.mask.device)
-        return torch.repeat_interleave(values.float(), spans, output_size=len(self.mask))
-
-
-def ppo_clip(batch: Batch, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Measured]:
-    """max(-rho A, -clip(rho, 1 - clip_low, 1 + clip_high) A) with rho = exp(log_probs - old_log_probs), per token, and where the
-    clip at either side, or the dual clip, was what counted.
-
-    Schulman et al. 2017, arXiv 1707.06347, equation 7; two bounds as in DAPO (Yu et al. 2025, arXiv 2503.14476,
-    equation 10). `dual_clip` c > 1 bounds the loss of tokens with A < 0 by -c A (Ye et al. 2020, arXiv 1912.09729,
-    equation 5).
-    """
-    advantages, low, high = batch.advantages, 1 - algorithm.clip_low, 1 + algorithm.clip_high
-    ratio = (batch.log_probs - batch.old_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    loss = torch.maximum(-ratio * advantages, -ratio.clamp(low, high) * advantages)
-    clipped_dual = (advantages < 0) & (ratio > algorithm.dual_clip)
-    loss = torch.where(clipped_dual, -algorithm.dual_clip * advantages, loss)
-    clipped_low, clipped_high = (advantages < 0) & (ratio < low), (advantages > 0) & (ratio > high)
-    return loss, {
-        "clip_fraction": clipped_low | clipped_high, "clip_low_fraction": clipped_low, "clip_high_fraction": clipped_high,
-        "clip_dual_fraction": clipped_dual,
-    }  # fmt: skip
-
-
-def importance(batch: Batch, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Measured]:
-    """Importance weights w from log pi_old - log pi_rollout.
-
-    w is the ratio of a token (truncated importance sampling, Yao et al. 2025; masked: IcePop, Ling team 2025), or of its
-    sample: "sequence" the product over the sample's tokens, "geometric" that to the power of 1 / tokens (Zheng et al. 2025,
-    GSPO, arXiv 2507.18071, equation 7). Within [tis_low, tis_high] the weight is w; beyond, the nearest bound, or 0 with "mask".
-    """
-    low, high, masks = algorithm.tis_low, algorithm.tis_high, algorithm.tis_mode == "mask"
-    log_ratio = batch.old_log_probs - batch.rollout_log_probs
-    if algorithm.tis_level != "token":
-        of_samples = batch.means if algorithm.tis_level == "geometric" else batch.sums
-        log_ratio = batch.to_tokens(of_samples(log_ratio))
-    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    outside = (ratio < low) | (ratio > high)
-    weights = torch.where(outside, 0.0, ratio) if masks else ratio.clamp(low, high)
-    return weights, {"tis_weight_mean": weights, "tis_mask_fraction" if masks else "tis_clip_fraction": outside}
-
-
-def kl(log_probs: torch.Tensor, ref_log_probs: torch.Tensor, estimator: KlEstimator) -> torch.Tensor:
-    """KL(pi_theta || pi_ref) estimated at each sampled token [N], with x = log_probs - ref_log_probs.
-
-    k1: x. k2: x^2 / 2. k3: exp(-x) - 1 + x. low_var: k3 clamped at +-10. From Schulman, Approximating KL Divergence,
-    2020. As a loss, k1 has a gradient of mean 0 on on-policy samples.
-    """
-    x = log_probs - ref_log_probs
-    if estimator == "k1":
-        return x
-    if estimator == "k2":
-        return x.square() / 2
-    k3 = _k3(-x)
-    return k3 if estimator == "k3" else k3.clamp(-10.0, 10.0)
+Beside = Callable[[Batch], tuple[torch.Tensor | None, Measured]]
+"""A term of the loss of every token [N], or None, and what it measures."""
 
 
 def denominator(total: LossSums, normalizer: Normalizer, max_new_tokens: int) -> float:
-    """What the summed loss and its gradient are divided by; at least 1, since a step may be masked whole."""
+    """What the summed loss and its gradient are divided by; at least 1, since a step may be masked whole. Samples are those with
+    a token that trains; tokens those that a correction left in the loss, whose sum is "kept_fraction"."""
     if normalizer == "token":
-        return max(1.0, float(total.sums["tokens"]))
+        return max(1.0, float(total.sums["kept_fraction"]))
     samples = max(1.0, float(total.sums["samples"]))
     return samples * max_new_tokens if normalizer == "constant" else samples
 
@@ -141,21 +54,30 @@ def policy_sums(
     advantages: torch.Tensor,
     mask: torch.Tensor,
     lengths: Sequence[int],
+    begun: Sequence[bool] | None = None,
     old_log_probs: torch.Tensor | None = None,
     ref_log_probs: torch.Tensor | None = None,
     entropy: torch.Tensor | None = None,
+    constants: Mapping[str, float] | None = None,
+    beside: Beside | None = None,
+    kinds: Mapping[str, Sequence[bool]] | None = None,
 ) -> LossSums:
     """The undivided policy loss of some samples, and the sums that its metrics are made of: means over unmasked tokens.
 
-    All tensors are [N]; `log_probs` carries the gradient, `mask` is 1 at tokens that the policy sampled.
-    `old_log_probs` None takes the detached new ones. ValueError when the algorithm needs `ref_log_probs` and they are
-    missing. `mismatch_*` compare the trainer's log-probs with the engine's: on-policy a measure of their numerics alone, else of
-    both that and the steps between. `approx_kl` is k3 against pi_old.
+    All tensors are [N]; `log_probs`, and `entropy` where it has a weight, carry the gradient; `mask` is 1 at tokens that the
+    policy sampled. `old_log_probs` None takes the detached new ones; `constants` are what was measured over the step. ValueError
+    when the algorithm needs `ref_log_probs` or `entropy` and they are missing. `mismatch_*` compare the trainer's log-probs with
+    the engine's: on-policy a measure of their numerics alone, else of both that and the steps between. `approx_kl` is k3 against
+    pi_old. `beside`: another term of every token's loss, which no correction weighs. `begun`: which of the samples have
+    their first row here and are counted, where others have it in another micro-batch; None: all. `kinds`: name -> which samples
+    are of that kind, for each of which it is told, too, how many tokens are clipped.
     """
     if sum(lengths) != len(log_probs):
         raise ValueError(f"lengths must add up to the number of log-probs, {len(log_probs)}, got {sum(lengths)}.")
     if algorithm.needs_reference and ref_log_probs is None:
         raise ValueError(f"ref_log_probs must be given with kl_coef {algorithm.kl_coef}, got none.")
+    if algorithm.entropy_coef and entropy is None:
+        raise ValueError(f"entropy must be given with entropy_coef {algorithm.entropy_coef}, got none.")
     keep = mask > 0
 
     def chosen(values: torch.Tensor) -> torch.Tensor:
@@ -170,42 +92,94 @@ def policy_sums(
         lengths=lengths,
         ref_log_probs=None if ref_log_probs is None else chosen(ref_log_probs),
         entropy=None if entropy is None else chosen(entropy),
+        constants=constants or {},
     )
     drift = batch.log_probs.detach() - batch.old_log_probs
     mismatch = batch.log_probs.detach() - batch.rollout_log_probs
-    ratio = drift.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    ratio = bounded_exp(drift)
     loss, measured = _per_token(algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss", batch, algorithm)
     measured |= {
-        "ratio_mean": ratio, "approx_kl": _k3(drift), "mismatch_mean": mismatch.abs(), "mismatch_kl": _k3(mismatch)
-    }  # fmt: skip
+        "ratio_mean": ratio,
+        "approx_kl": k3(drift),
+        "mismatch_mean": mismatch.abs(),
+        "mismatch_kl": k3(mismatch),
+    }
     if batch.entropy is not None:
         measured["entropy"] = batch.entropy.detach()
+    stays = keep
     if algorithm.corrected_by is not None:
-        weights, more = _per_token(algorithm.corrected_by, CORRECTIONS, "algorithm.correction", batch, algorithm)
-        loss, measured = loss * weights.detach(), measured | more
+        weights, stays, more = _corrected(algorithm.corrected_by, batch, algorithm)
+        loss, measured = loss * weights, measured | more
+    if algorithm.opsm_delta is not None:
+        gone = left_behind(batch, algorithm.opsm_delta)
+        loss = torch.where(gone, 0.0, loss)
+        measured["opsm_fraction"] = gone
     if algorithm.needs_reference:
         assert batch.ref_log_probs is not None
-        divergence = kl(batch.log_probs, batch.ref_log_probs, algorithm.kl)
-        loss = loss + algorithm.kl_coef * divergence
+        divergence = kl(batch.log_probs, batch.ref_log_probs, algorithm.kl, batch.ratio())
         measured["kl"] = divergence.detach()
+        if algorithm.kl_in == "loss":
+            loss = loss + algorithm.kl_coef * divergence
+    if algorithm.entropy_coef:
+        assert batch.entropy is not None
+        loss = loss - algorithm.entropy_coef * batch.entropy
+    if beside is not None:
+        further, told = beside(batch)
+        loss = loss if further is None else loss + further
+        measured.update(told)
 
     if algorithm.normalizer == "sample":
-        loss = loss * batch.to_tokens(1.0 / batch.counts().float())
+        loss = loss * batch.to_tokens(1.0 / batch.sums(stays.float()).clamp(min=1).float())
+    tokens_S = batch.sums(keep.float())
+    trained = tokens_S > 0
+    if begun is not None:
+        trained = trained & torch.tensor(begun, device=trained.device)
     sums = {
         "tokens": keep.sum(dtype=torch.float64),
-        "samples": torch.tensor(len(lengths), dtype=torch.float64, device=log_probs.device),
+        "samples": trained.sum(dtype=torch.float64),
+        "kept_fraction": stays.sum(dtype=torch.float64),
         **{name: chosen(values).sum(dtype=torch.float64) for name, values in measured.items()},
     }
+    if kinds and "clip_fraction" in measured:
+        clipped = chosen(measured["clip_fraction"].float())
+        of_samples = torch.stack([batch.sums(clipped), tokens_S])  # [2, S]
+        among = torch.tensor(list(kinds.values()), dtype=torch.float64).to(of_samples.device)  # [kinds, S]
+        for kind, (num_clipped, num_tokens) in zip(kinds, among @ of_samples.T, strict=True):
+            sums |= {f"clip_fraction_{kind}": num_clipped, f"{TOKENS_OF}{kind}": num_tokens}
     maxes = {"ratio_max": chosen(ratio).max().double(), "mismatch_max": mismatch.abs().max().double()}
-    return LossSums(chosen(loss).sum(), sums, maxes)
+    return LossSums(torch.where(stays, loss, 0.0).sum(), sums, maxes)
+
+
+def _corrected(
+    name: str, batch: Batch, algorithm: AlgorithmConfig
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Weights of a correction, the tokens that it leaves in the loss, and what it measures."""
+    setting = "algorithm.correction"
+    found = function_of(name, CORRECTIONS, setting)(batch, algorithm)
+    parts = list(found) if isinstance(found, tuple) else [found]
+    measured = parts.pop() if isinstance(parts[-1], Mapping) else {}
+    if len(parts) > 2:  # weights and a mask
+        raise Fatal(f"{setting} must give weights, and perhaps a mask, got {len(parts)} tensors. Correct it")
+    weights, measured = _checked((parts[0], measured), setting, batch)
+    if len(parts) == 1:
+        return weights.detach(), batch.mask, measured
+    kept, _ = _checked((parts[1], {}), setting, batch)
+    return weights.detach(), batch.mask & (kept > 0), measured
 
 
 def _per_token(
-    name: str, ours: Mapping[str, Callable[..., Any]], setting: str, batch: Batch, algorithm: AlgorithmConfig
+    name: str, ours: Mapping[str, Any], setting: str, batch: Batch, algorithm: AlgorithmConfig
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """What a loss or a correction gives, and what it measures. Fatal for what is no number a token."""
+    """What a loss gives, and what it measures."""
     found = function_of(name, ours, setting)(batch, algorithm)
-    values, measured = found if isinstance(found, tuple) else (found, {})
+    return _checked(found if isinstance(found, tuple) else (found, {}), setting, batch)
+
+
+def _checked(
+    found: tuple[torch.Tensor, Mapping[str, torch.Tensor]], setting: str, batch: Batch
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Fatal for what is no number a token."""
+    values, measured = found
     for each in (values, *measured.values()):
         if getattr(each, "shape", None) != batch.mask.shape:
             raise Fatal(
@@ -213,13 +187,3 @@ def _per_token(
                 f"got {list(each.shape) if isinstance(each, torch.Tensor) else each!r:.80}. Correct it"
             )
     return values, {key: each.detach() for key, each in measured.items()}
-
-
-POLICY_LOSSES: Mapping[str, Callable[..., Any]] = {"ppo_clip": ppo_clip}
-CORRECTIONS: Mapping[str, Callable[..., Any]] = {"importance": importance}
-
-
-def _k3(x: torch.Tensor) -> torch.Tensor:
-    """exp(x) - 1 - x: the mean estimates KL(q || p) where samples come from q and x = log p - log q."""
-    x = x.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return x.exp() - 1 - x

@@ -15,6 +15,9 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+TOKENS_OF = "tokens_"
+"""In front of a kind of samples: how many tokens theirs are, over which what is named after the kind is a mean."""
+
 
 @dataclass(frozen=True, slots=True)
 class LossSums:
@@ -59,11 +62,13 @@ class LossSums:
         )
 
     def metrics(self) -> dict[str, float]:
-        """How many tokens and samples, the means of all other sums over the tokens, and the greatest of the rest."""
+        """How many tokens and samples, the means of all other sums over the tokens, or over those of a kind that is there, and
+        the greatest of the rest."""
         # Read back at once: a device is waited for once a step, not once a figure.
         read = torch.stack([*self.sums.values(), *self.maxes.values()]).tolist()
         sums = dict(zip(self.sums, read, strict=False))
-        tokens = max(1.0, sums["tokens"])
-        means = {name: value / tokens for name, value in sums.items() if name not in ("tokens", "samples")}
+        among = {name: sums.get(TOKENS_OF + name.rpartition("_")[2], max(1.0, sums["tokens"])) for name in sums}
+        counted = ("tokens", "samples", *(name for name in sums if name.startswith(TOKENS_OF)))
+        means = {name: sums[name] / among[name] for name in sums if name not in counted and among[name]}
         counts = {name: sums[name] for name in ("tokens", "samples")}
         return counts | means | dict(zip(self.maxes, read[len(sums) :], strict=True))

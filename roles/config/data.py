@@ -19,6 +19,8 @@ NewTokens = Annotated[int, AfterValidator(ranges.NEW_TOKENS.check)]
 Temperature = Annotated[float, AfterValidator(ranges.TEMPERATURE.check)]
 TopP = Annotated[float, AfterValidator(ranges.TOP_P.check)]
 TopK = Annotated[int, AfterValidator(ranges.TOP_K.check)]
+RowKind = Literal["text", "image", "audio", "video", "mixed"]
+Share = Annotated[float, Field(gt=0)]
 
 
 class DataConfig(Section):
@@ -49,6 +51,8 @@ class DataConfig(Section):
     """Text of a system message in front of every prompt that has none."""
     label: str | None = "label"
     """Column that the reward function gets as `label`; None for data without one."""
+    rejected: str | None = None
+    """Of pairs (`dpo`): column with the worse answer, where `label` names that with the better."""
     metadata: str | None = None
     """Column with a dict that the reward function gets as `metadata`."""
     media_columns: dict[Kind, str] = Field(default_factory=dict)
@@ -64,6 +68,9 @@ class DataConfig(Section):
     """What becomes of a row whose tokens are beyond the limit: it is left out, it ends the run, or the beginning of its prompt is
     cut off. A prompt with media is never cut, but left out."""
     shuffle: bool = True
+    balance: Literal["natural"] | dict[RowKind, Share] | None = None
+    """So mixes rows of text, image, audio, video, and of several of these ("mixed"), that every step holds them in these shares,
+    or in those of the data ("natural"). Where a kind has no more rows in a pass, the others fill its places."""
     num_passes: int | None = Field(None, ge=1)
     """The run ends after so many passes over the rows, or after num_steps, whichever comes first."""
     limit: int | None = Field(None, ge=1)
@@ -191,6 +198,9 @@ class EvalConfig(EvalSet):
         return self.sets or {"held_out": self}
 
 
+NO_REWARD = "rondo.roles.rewards.function:no_reward"
+
+
 class RewardConfig(Section):
     """The reward function and the processes that run it."""
 
@@ -201,9 +211,30 @@ class RewardConfig(Section):
     per: Literal["response", "group"] = "response"
     """'group': the function is given a list of the responses of a whole prompt group, and lists of what it asks for, and returns
     a list of as many scores. What fails there fails for all of them."""
+    components: dict[str, float] = Field(default_factory=dict)
+    """Numbers that the dict holds, with their weights: without a "score" their weighted sum is it. `algorithm.name` 'gdpo'
+    compares each of them by itself."""
+    overlong_tokens: int | None = Field(None, ge=1)
+    """So many tokens in front of `rollout.max_new_tokens` a reward in training begins to fall, evenly, by `overlong_penalty` at
+    the limit (DAPO's soft overlong punishment)."""
+    overlong_penalty: float = Field(1.0, gt=0)
     num_workers: int = Field(1, ge=1)
     """Processes for each rollout replica."""
     deadline_s: float = Field(10.0, gt=0)
     """What one call may take; then its process is killed and its sample has no reward, as where the function raises."""
     max_failures: int = Field(2, ge=1)
     """How often a prompt group is given out again whose row cannot be used; one more failure puts it into quarantine."""
+
+    def refused(self) -> Iterator[str]:
+        if self.overlong_tokens is None and self.overlong_penalty != 1:
+            yield (
+                "reward.overlong_tokens must be set with reward.overlong_penalty, got only overlong_penalty "
+                f"{self.overlong_penalty:g}. Set both"
+            )
+
+    def overlong(self, num_tokens: int, max_new_tokens: int) -> float:
+        """What a response of so many tokens loses of its reward: DAPO (Yu et al. 2025, arXiv 2503.14476, equation 13)."""
+        if self.overlong_tokens is None:
+            return 0.0
+        over = num_tokens - (max_new_tokens - self.overlong_tokens)
+        return self.overlong_penalty * min(1.0, max(0.0, over / self.overlong_tokens))

@@ -23,9 +23,9 @@ def full_size(parameters: float, *, ranks: int, device_gib: float = 80, **settin
     each; of what `settings` name themselves, nothing is changed.
 
     Layers are computed again in the backward, micro-batches are long and logits come in small chunks. Where weights, gradients
-    and moments would take more than half of a device, the moments lie in host memory.
+    and moments would take more than half of a device, the moments lie in host memory; those of adapters are small.
     """
-    state_bytes = 16 * parameters / ranks
+    state_bytes = 0 if settings.get("lora") is not None else 16 * parameters / ranks
     found = {
         "activation_checkpointing": True,
         "micro_batch_tokens": _TOKENS,

@@ -15,8 +15,8 @@ from pydantic import AfterValidator, Field
 
 from rondo.roles.config.data import NewTokens, TopK, TopP
 from rondo.roles.engines import ranges
-from rondo.runtime.config import is_loopback
-from rondo.runtime.section import FunctionRef, Section
+from rondo.runtime.config import unguarded
+from rondo.runtime.section import FunctionRef, Section, may_hold_secret
 
 MIN_FIXED_SLOTS = 4
 """Rows of a float32 product from which a row's bits do not depend on how many there are."""
@@ -64,7 +64,8 @@ class SGLangConfig(Section):
     they share its device, and the two take turns."""
     start_deadline_s: float = Field(600.0, gt=0)
     silent_deadline_s: float = Field(300.0, gt=0)
-    """A server that is not updated and does not sleep, and makes no token or answer for so long, is started again."""
+    """A server that is not updated and does not sleep, and makes no token for its requests for so long, is started again; one
+    that answers nothing at all, sooner (`sglang/silence.py`)."""
     update_deadline_s: float | None = Field(None, gt=0)
     """One server's weight update; None: four times what updates took so far, and ten minutes or more for the first one."""
 
@@ -85,10 +86,10 @@ class SGLangConfig(Section):
                 f"sglang.environment and sglang.arguments must hold no secret, since settings are saved and shown, got {name}. "
                 "Export it before the run starts: servers have the run's environment, and a key of their own"
             )
-        if any("@" in url.partition("://")[2].partition("/")[0] for url in self.urls):
+        if any(map(may_hold_secret, self.urls)):
             yield (
-                "sglang.urls must hold no password, since settings are saved and shown, got one before an @. "
-                "Put a key into the file of sglang.api_key_file"
+                "sglang.urls must hold no password and no query, since settings are saved and shown, got something before an @ "
+                "or behind a ?. Put a key into the file of sglang.api_key_file"
             )
         if self.release_memory and self.urls:
             yield (
@@ -115,6 +116,10 @@ class EndpointConfig(Section):
     """Replica 0 listens here, replica 1 one port further, and so on; 0 takes free ones. `rondo status` says where."""
     token_file: Path | None = None
     """A file (mode 0600) with the token that callers show. Without it they show the run's own, which can also stop the run."""
+    tls_cert: Path | None = None
+    """A certificate (PEM), with those that lead to its root behind it: the server speaks TLS, 1.2 or newer."""
+    tls_key: Path | None = None
+    """Its key (PEM, mode 0600, without a password)."""
     max_body_bytes: int | None = Field(None, ge=1 << 10)
     """None: 32 bytes for every token that fits into a sequence, and at least 4 MiB."""
     prompt_workers: int = Field(1, ge=1)
@@ -131,11 +136,7 @@ class EndpointConfig(Section):
     """So long after its last call it goes too, where others need its room."""
 
     def refused(self) -> Iterator[str]:
-        if not is_loopback(self.host) and self.token_file is None:
-            yield (
-                f"rollout.endpoint.token_file must be set when rollout.endpoint.host is not loopback, got host {self.host!r} "
-                "without a token. Set it to a file with mode 0600, or the host to '127.0.0.1'"
-            )
+        yield from unguarded("rollout.endpoint", self.host, self.token_file, self.tls_cert, self.tls_key)
 
 
 class RolloutConfig(Section):
@@ -154,6 +155,13 @@ class RolloutConfig(Section):
     tokenizer. They stay part of the response: their tokens are trained, and the reward sees them."""
     workflow: FunctionRef = "rondo.roles.sampling.single_turn:single_turn"
     """`async def workflow(row, client, context)`: makes the samples of a prompt group, for training and evaluation alike."""
+    max_turns: int | None = Field(None, ge=1)
+    """Most turns of a sample: answers of the policy, with what is said to it between them."""
+    max_rows: int = Field(1, ge=1)
+    """Most rows of a sample, each of `max_prompt_tokens` + `max_new_tokens` at most: 1 where every turn goes on behind the last
+    one; more where contexts are replaced, agents talk beside each other, or the chat template rewrites earlier turns."""
+    max_episode_s: float | None = Field(None, gt=0)
+    """A sample that takes longer ends as far as it came, as aborted."""
     num_slots: int = Field(64, ge=1)
     """Sequences that one engine decodes at once."""
     sglang: SGLangConfig | None = None

@@ -1,7 +1,8 @@
 """Cursor: from a position in the run to a row of the data, shuffled anew in every pass, without keeping the order.
 
-Owns the order of rows and the seeded split. Does not own rows (`datasets.py`) or who advances (the coordinator counts
-positions). Positions grow through all passes, so neither the end of a pass nor a step longer than the data is special.
+Owns the order of rows, kinds of rows in equal shares where that is asked for, and the seeded split. Does not own rows
+(`datasets.py`) or who advances (the coordinator counts positions). Positions grow through all passes, so neither the end of a
+pass nor a step longer than the data is special.
 
     order = Order(num_rows=3, seed=7)          # position 0 1 2 | 3 4 5 | ...
     order.locate(4) -> Place(pass_number=1, row=...)
@@ -16,9 +17,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from rondo.runtime.errors import ConfigError
 
@@ -64,6 +67,29 @@ class Place:
     row: int
 
 
+class Balance:
+    """Rows of several kinds, so mixed that every stretch of a pass holds each kind in its share, to about one row.
+
+    `kinds` of the rows, in their order; `shares` of the kinds, None: as they are among the rows. Where one kind has no more rows
+    in a pass, the others fill its places in their shares; so each row comes once, and no step waits for a kind that ran dry."""
+
+    def __init__(self, kinds: Sequence[str], shares: Mapping[str, float] | None = None) -> None:
+        self.rows = {name: [at for at, kind in enumerate(kinds) if kind == name] for name in sorted(set(kinds))}
+        names = list(self.rows)
+        counts = [len(mine) for mine in self.rows.values()]
+        every = [shares[name] for name in names] if shares is not None else counts
+        # The i-th row of a kind lies where it is due: (i + 1/2) / share.
+        due = [(np.arange(count) + 0.5) / share for count, share in zip(counts, every, strict=True)]
+        order = np.argsort(np.concatenate(due), kind="stable")
+        self._names = names
+        self._kinds = np.repeat(np.arange(len(names), dtype=np.uint8), counts)[order]
+        self._numbers = np.concatenate([np.arange(count) for count in counts])[order]
+
+    def at(self, offset: int) -> tuple[str, int]:
+        """(kind, which of its rows, counted from 0) at a place of a pass."""
+        return self._names[self._kinds[offset]], int(self._numbers[offset])
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """The order of all rows in all passes. `num_passes` None is endless."""
@@ -72,6 +98,7 @@ class Order:
     seed: int
     shuffle: bool = True
     num_passes: int | None = None
+    balance: Balance | None = None
 
     @property
     def num_positions(self) -> int | None:
@@ -84,13 +111,19 @@ class Order:
         if position < 0 or (end is not None and position >= end):
             raise IndexError(f"position must be in range({end}), got {position}")
         pass_number, offset = divmod(position, self.num_rows)
-        row = _shuffle(self.num_rows, self.seed, pass_number)(offset) if self.shuffle else offset
-        return Place(pass_number, row)
+        if self.balance is None:
+            return Place(pass_number, self._shuffled(self.num_rows, offset, pass_number))
+        kind, number = self.balance.at(offset)
+        rows = self.balance.rows[kind]
+        return Place(pass_number, rows[self._shuffled(len(rows), number, pass_number, kind)])
+
+    def _shuffled(self, size: int, index: int, *key: int | str) -> int:
+        return _shuffle(size, "pass", self.seed, *key)(index) if self.shuffle else index
 
 
-@functools.lru_cache(maxsize=8)
-def _shuffle(num_rows: int, seed: int, pass_number: int) -> Permutation:
-    return Permutation(num_rows, "pass", seed, pass_number)
+@functools.lru_cache(maxsize=32)
+def _shuffle(size: int, *key: int | str) -> Permutation:
+    return Permutation(size, *key)
 
 
 class Cursor(Iterator[Place]):

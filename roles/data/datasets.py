@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rondo.models.media.refs import MediaRef
-from rondo.roles.data.cursor import Order, held_out_rows
+from rondo.roles.data.cursor import Balance, Order, held_out_rows
 from rondo.roles.data.fingerprints import Fingerprint, Fingerprints
 from rondo.roles.data.media_rows import with_media
 from rondo.roles.data.messages import read_messages, read_tools
 from rondo.roles.data.sources import RowError, Source, missing_column, named_columns, open_source
-from rondo.runtime.errors import Fatal
+from rondo.runtime.errors import ConfigError, Fatal
 from rondo.runtime.reference import load_reference
 from rondo.runtime.section import settings_at
 
@@ -51,6 +51,8 @@ class Row:
     metadata: dict[str, Any]
     media: tuple[MediaRef, ...] = ()
     tools: Sequence[Any] = ()
+    rejected: Any = None
+    """Of a pair: the worse answer, where `label` is the better; text or a list of chat messages."""
 
 
 class Rows(Protocol):
@@ -141,8 +143,14 @@ def row_of(values: Mapping[str, Any], config: DataConfig, name: str) -> Row:
         )
     prompt, media = with_media(name, prompt, values, config)
     label = None if config.label is None else values[config.label]
+    rejected = None if config.rejected is None else values[config.rejected]
+    if config.rejected is not None:
+        label, rejected = (
+            each if each is None or isinstance(each, str) else read_messages(name, each, config)
+            for each in (label, rejected)
+        )
     tools = () if config.tools is None else read_tools(name, values[config.tools], config)
-    return Row(name, prompt, label, metadata, media, tools)
+    return Row(name, prompt, label, metadata, media, tools, rejected)
 
 
 def open_dataset(config: DataConfig, name: str = "data", fingerprints: Fingerprints | None = None) -> Dataset:
@@ -217,13 +225,18 @@ class _Demonstrated:
         return replace(self._data.row(self._indices[index]), label=answer)
 
 
-def demonstrations(job: JobConfig, fingerprints: Fingerprints | None = None) -> Rows:
-    """What the warm-up learns from: its own rows, or as many of the training rows, in a seeded order, as it takes in all,
-    each with an answer of its own. Never a row that is held out. A row without an answer raises RowError when it is asked for."""
-    assert job.sft is not None
-    if job.sft.demonstrate is None:
-        name = "sft" if job.sft.data is None else "sft.data"
-        return open_dataset(job.demonstrated(), name, fingerprints)
+def demonstrations(job: JobConfig, fingerprints: Fingerprints | None = None) -> tuple[Rows, Rows | None]:
+    """What a job or the warm-up learns from, and what is held out of it: its own rows, or as many of the training rows, in a
+    seeded order, as it takes in all, each with an answer of its own. A row without an answer raises RowError when asked for."""
+    own = job.shown
+    assert own is not None
+    if own.data is not None or own.rows is not None:
+        source, name = job.demonstrated(), own.place if own.data is None else f"{own.place}.data"
+        data = open_dataset(source, name, fingerprints)
+        if source.held_out >= len(data):
+            raise Fatal(f"{name}.held_out must be less than its rows, {len(data)}, got {source.held_out}. Lower it")
+        return data.split(source.held_out, job.seed) if source.held_out else (data, None)
+    assert job.sft is not None and job.sft.demonstrate is not None
     function = load_reference(job.sft.demonstrate, "sft.demonstrate")
     train, _ = open_splits(job, fingerprints)
     draw, order = random.Random(job.seed), Order(len(train), job.seed)
@@ -240,9 +253,28 @@ def demonstrations(job: JobConfig, fingerprints: Fingerprints | None = None) -> 
                 f"{row.name}: sft.demonstrate must answer every row, got {type(error).__name__}: {error}. Correct it"
             )
 
-    return _Demonstrated(train, indices, [answer(index) for index in indices])
+    return _Demonstrated(train, indices, [answer(index) for index in indices]), None
 
 
-def train_order(job: JobConfig, num_rows: int) -> Order:
-    """The order in which a job takes its `num_rows` training rows."""
-    return Order(num_rows, job.seed, job.data.shuffle, job.data.num_passes)
+def train_order(job: JobConfig, rows: Rows) -> Order:
+    """The order in which a job takes its training rows, each of which is read once where it goes by their kinds."""
+    config, balance = job.data, None
+    if config.balance is not None:
+        shares = None if config.balance == "natural" else {str(kind): share for kind, share in config.balance.items()}
+        kinds = [_kind_of(rows, at, shares) for at in range(len(rows))]
+        if missing := sorted(set(kinds) - set(shares or kinds)):
+            raise ConfigError(
+                f"data.balance must have a share for each kind of rows, got none for {', '.join(missing)}. Add it, or set "
+                "data.balance to 'natural'"
+            )
+        balance = Balance(kinds, shares)
+    return Order(len(rows), job.seed, config.shuffle, config.num_passes, balance)
+
+
+def _kind_of(rows: Rows, at: int, shares: Mapping[str, float] | None) -> str:
+    """One of `KINDS`; of a row that cannot be used, which is told when its turn comes, any."""
+    try:
+        kinds = {ref.kind for ref in rows.row(at).media}
+    except RowError:
+        return next(iter(shares or ("text",)))
+    return "mixed" if len(kinds) > 1 else next(iter(kinds), "text")

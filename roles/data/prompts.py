@@ -92,9 +92,23 @@ def messages_of(row: Row, config: DataConfig) -> list[dict[str, Any]]:
             f"{row.name}: prompt must end with a message for the assistant to answer, got one of the assistant. Set "
             "data.chat_template_args to {'continue_final_message': True} to have it continued, or remove the message"
         )
+    return _shown(row, messages, config)
+
+
+def _shown(row: Row, messages: list[dict[str, Any]], config: DataConfig) -> list[dict[str, Any]]:
     if config.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system}, *messages]
     return messages if row.media else [_of_text(message) for message in messages]
+
+
+def as_shown(
+    row: Row, messages: list[dict[str, Any]], config: DataConfig
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """A whole chat as the chat template is given it, and what it is given beside, but for whether somebody is to answer."""
+    args = template_args(row, config)
+    return _shown(row, messages, config), {
+        name: value for name, value in args.items() if name not in ("add_generation_prompt", "continue_final_message")
+    }
 
 
 def template_args(row: Row, config: DataConfig) -> dict[str, Any]:
@@ -129,12 +143,14 @@ def without_media_section(row: Row) -> RowError:
     )
 
 
-def check_demonstration(row: Row, prompt: np.ndarray, answer: np.ndarray, max_tokens: int, config: DataConfig) -> None:
-    """TooLong or Fatal for a demonstration with more than `max_tokens`."""
+def check_demonstration(
+    row: Row, prompt: np.ndarray, answer: np.ndarray, max_tokens: int, config: DataConfig, place: str = "sft"
+) -> None:
+    """TooLong or Fatal for a demonstration with more than `max_tokens`, which the settings at `place` limit."""
     if len(prompt) + len(answer) > max_tokens:
         raise _beyond(
             f"{row.name}: prompt and answer must have at most {max_tokens} tokens, got {len(prompt)} + {len(answer)}. "
-            "Raise sft.micro_batch_tokens, or shorten or remove the row",
+            f"Raise {place}.micro_batch_tokens, or shorten or remove the row",
             len(prompt) + len(answer),
             config,
         )
@@ -147,6 +163,11 @@ def encode_answer(tokenizer: Any, row: Row, config: DataConfig) -> tuple[Row, np
     if config.label is None and not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant":
         answer = _of_text(row.prompt[-1]).get("content")
         row = replace(row, prompt=row.prompt[:-1])
+    return row, answer_tokens(tokenizer, row, answer)
+
+
+def answer_tokens(tokenizer: Any, row: Row, answer: Any) -> np.ndarray:
+    """An answer to a row and the end of sequence, int32 [R]."""
     if not isinstance(answer, str) or not answer or not row.prompt:
         raise RowError(f"{row.name}: answer must be text, got {answer!r}. Correct or remove the row")
     if tokenizer.eos_token_id is None:
@@ -154,7 +175,7 @@ def encode_answer(tokenizer: Any, row: Row, config: DataConfig) -> tuple[Row, np
             f"{row.name}: the tokenizer must have an end of sequence to learn to stop, got none. Set eos_token"
         )
     tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    return row, np.asarray([*tokens, tokenizer.eos_token_id], dtype=np.int32)
+    return np.asarray([*tokens, tokenizer.eos_token_id], dtype=np.int32)
 
 
 def _continues(config: DataConfig) -> bool:

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 from rondo.comm.bus.bus import POLL_S
 from rondo.comm.weights.slab import WeightSlab
 from rondo.models.load import load_model
+from rondo.models.lora import adapt
+from rondo.roles.engines.adapters import prove_adapters
 from rondo.roles.engines.dispatch.dispatcher import Dispatcher, MemberStats
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.engines.embedded.shared_weights import Flip, Lent
@@ -29,6 +31,7 @@ from rondo.roles.engines.embedded.time_share import Share
 from rondo.roles.engines.engine import STALL_S, Engine
 from rondo.roles.job import SLAB, Job, follow
 from rondo.roles.training.determinism import settle
+from rondo.roles.training.mismatch import Canary
 from rondo.runtime.errors import Closed, ConfigError
 from rondo.runtime.waits import waiting
 from rondo.runtime.worker.context import WorkerContext
@@ -47,6 +50,7 @@ class Replica:
         self._installing = asyncio.Lock()
         self._lent: Lent | None = None  # the trainer's tensors, where the engine generates with them
         self._attached: AttachedServers | None = None
+        self._adapts = False  # the engine was seen to compute with adapters
         self.beside: Engine | None = None
 
     async def open(self, ends: AsyncExitStack) -> None:
@@ -67,14 +71,15 @@ class Replica:
         evaluation = self._job.config.evaluation
         evaluates = evaluation is not None and (evaluation.at_start or evaluation.at_end)
         num_slots = self._job.config.rollout.num_slots
-        self._lent = await self._job.lent if self._job.lent is not None else None
+        lent = await self._job.lent if self._job.lent is not None else None
+        self._lent = None if self._job.config.adapts_engines else lent
         slots = await self._ctx.compute(
             self._build,
             num_slots,
             evaluates=evaluates,
-            lent=self._lent,
+            lent=lent,
             sleeps=self._job.takes_turns,
-            tells_experts=self._job.config.train.router_replay,
+            tells_experts=self._job.config.train.router_replay == "r3",
         )
         engine = EmbeddedEngine(slots, self._generation, wake=self._wake.set)
         if self._job.takes_turns:
@@ -210,15 +215,15 @@ class Replica:
     ) -> SlotEngine:
         """On the compute thread. Long enough for the rollout's responses, and an evaluation's if it has some. Over a model of its
         own, or the trainer's tensors."""
-        config, rollout = self._job.config, self._job.config.rollout
+        config, rollout, lora = self._job.config, self._job.config.rollout, self._job.config.train.lora
         settle(config)
-        model = (
-            lent.model
-            if lent is not None
-            else load_model(
-                self._job.model_path, dtype=config.model.dtype, device=self._job.device, attn=config.model.attn
-            )
-        )
+        if lent is not None:
+            model = lent.model
+        else:
+            path, dtype = self._job.model_path, config.model.dtype
+            model = load_model(path, dtype=dtype, device=self._job.device, attn=config.model.attn)
+            if lora is not None and config.adapts_engines:
+                adapt(model, lora)
         sets = config.evaluation.named_sets().values() if evaluates and config.evaluation is not None else ()
         most = max(rollout.max_new_tokens, *(each.max_new_tokens or 0 for each in sets), 0)
         length = rollout.max_prompt_tokens + most
@@ -227,7 +232,8 @@ class Replica:
             num_slots=num_slots,
             max_length=length,
             fixed_shapes=config.deterministic,
-            lent=lent,
+            lent=None if config.adapts_engines else lent,
+            shares=lent is not None,
             sleeps=sleeps,
             tells_experts=tells_experts,
         )
@@ -249,6 +255,13 @@ class Replica:
 
     async def _install(self, version: int, tensors: Mapping[str, Any]) -> None:
         async with self._installing:
+            config, lora = self._job.config, self._job.config.train.lora
+            proves = config.rollout.sglang is None  # a server is asked by itself, again whenever it is started anew
+            if lora is not None and config.adapts_engines and proves and not self._adapts:
+                canary, name = await asyncio.to_thread(Canary.read, self._ctx.run_dir), f"{ROLE}.{self._ctx.rank}"
+                alike = config.computes_alike
+                await prove_adapters(self.engine, version, tensors, canary, lora, name=name, alike=alike)
+                self._adapts = True
             await self.engine.update_weights(version, tensors)
 
     async def waking(self) -> None:

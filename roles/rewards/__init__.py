@@ -1,4 +1,5 @@
-"""Scores, by the user's own functions.
+"""Scores, by the user's own functions and by a judge.
 
 pool           who asks; function, where they run: in killable processes, or here; worker, what such a process does
+genrm          the judge: who is asked, and again; verdicts, what is asked and what the answer says
 """

@@ -31,6 +31,11 @@ from rondo.runtime.values import Encoded, decode, encode
 from rondo.runtime.waits import waiting
 
 
+async def no_reward(response: str, label: Any, *, prompt: Any, metadata: Any) -> float:
+    """What a run without rewards has in their place."""
+    return 0.0
+
+
 class UserFunction:
     """`open_function` names what makes `Opened` of the `settings`, JSON values; `work` and `source` are words for messages."""
 

@@ -1,7 +1,8 @@
 """Rewards: scores prompt groups, so that a reward function that fails harms only itself.
 
-Owns what is sent to a reward function, and what a score or a failure looks like. Does not own where it runs, and its deadline
-(`function.py`), how it is called (`worker.py`) or what a failed score means for its prompt group (the rollout role decides).
+Owns what is sent to a reward function, what a score or a failure looks like, and the sum of it and a judge's verdict. Does not
+own where it runs, and its deadline (`function.py`), how it is called (`worker.py`), how a judge is asked (`genrm.py`) or what a
+failed score means for its prompt group (the rollout role decides).
 
     async with RewardPool("rewards.py:exact", num_workers=2, deadline_s=10, load_deadline_s=1800) as pool:
         results = await pool.score([RewardItem("1234", label="1234", prompt="s3142>"), ...])    # one result an item
@@ -13,10 +14,11 @@ both sides together.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType, TracebackType
+from typing import Any, Literal, Protocol
 
 from rondo.roles.rewards.function import UserFunction
 from rondo.roles.rewards.worker import ASKED_FOR
@@ -27,7 +29,8 @@ from rondo.runtime.values import Encoded, encode
 @dataclass(frozen=True, slots=True)
 class RewardItem:
     """One response to score. `label` and `metadata` come from the data set and reach the function as they are. How the response
-    ended (one of `FINISHES`), its tokens and their limit reach one that asks for them by name (`worker.ASKED_FOR`)."""
+    ended (one of `FINISHES`), its tokens, their limit and the texts of its turns reach one that asks for them by name
+    (`worker.ASKED_FOR`)."""
 
     response: str
     label: Any = None
@@ -36,6 +39,7 @@ class RewardItem:
     finish_reason: str = "stop"
     num_tokens: int = 1
     max_new_tokens: int = 1
+    turns: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,23 +66,38 @@ class RewardStats:
     pids: tuple[int, ...]
 
 
+class Judge(Protocol):
+    """What scores responses beside a function, and counts by itself, such as a `Genrm`."""
+
+    async def start(self) -> None: ...
+
+    async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]: ...
+
+    async def close(self) -> None: ...
+
+
 class RewardPool:
-    """`function`, in `num_workers` processes where it is a plain one. `per` "group": it is given all items of a call at once. All
-    methods belong to one event loop, on the main thread."""
+    """`function`, in `num_workers` processes where it is a plain one. `per` "group": it is given all items of a call at once.
+    `judge`: asked beside it, whose score is added so many times (`weight`); it is opened and closed with this. All methods belong
+    to one event loop, on the main thread."""
 
     def __init__(
         self,
         function: str,
         *,
         per: Literal["response", "group"] = "response",
+        components: Mapping[str, float] = MappingProxyType({}),
         num_workers: int = 1,
         deadline_s: float = 10.0,
         load_deadline_s: float,
+        judge: Judge | None = None,
+        weight: float = 1.0,
     ) -> None:
         self._per_group = per == "group"
+        self._judge, self._weight = judge, weight
         self._function = UserFunction(
             "rondo.roles.rewards.worker:open_function",
-            {"function": function, "per": per},
+            {"function": function, "per": per, "components": dict(components)},
             work="reward",
             source="reward.function",
             num_workers=num_workers,
@@ -90,6 +109,8 @@ class RewardPool:
     async def start(self) -> None:
         """Loads the function. ConfigError when it cannot be, with what its module raised."""
         await self._function.start()
+        if self._judge is not None:
+            await self._judge.start()
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """One result an item, in order; never raises for what the function does.
@@ -97,7 +118,12 @@ class RewardPool:
         Raises Closed after `close`, and the pool's own error (ConfigError, WorkerDied) when workers cannot be had any
         more.
         """
-        results = await (self._score_group(items) if self._per_group else self._score_each(items))
+        scoring = self._score_group(items) if self._per_group else self._score_each(items)
+        if self._judge is None:
+            results = await scoring
+        else:
+            found = zip(*await asyncio.gather(scoring, self._judge.score(items)), strict=True)
+            results = [self._joined(ruled, judged) for ruled, judged in found]
         num_scored, num_timed_out = (
             sum(each.score is not None for each in results),
             sum(each.timed_out for each in results),
@@ -106,6 +132,13 @@ class RewardPool:
         self._num_timed_out += num_timed_out
         self._num_errors += len(results) - num_scored - num_timed_out
         return results
+
+    def _joined(self, ruled: RewardResult, judged: RewardResult) -> RewardResult:
+        """The sum of both; where one failed that is what failed."""
+        details = ruled.details | judged.details
+        if ruled.score is None or judged.score is None:
+            return replace(ruled if ruled.score is None else judged, score=None, details=details)
+        return RewardResult(ruled.score + self._weight * judged.score, details | {"rule": ruled.score})
 
     async def _score_each(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         encoded = [_encoded(item, item.response, [getattr(item, name) for name in ASKED_FOR]) for item in items]
@@ -137,6 +170,8 @@ class RewardPool:
     async def close(self) -> None:
         """Kills every worker and waits until none is left. Callers of `score` get Closed. May be called twice."""
         await self._function.close()
+        if self._judge is not None:
+            await self._judge.close()
 
     async def __aenter__(self) -> RewardPool:
         await self.start()

@@ -5,7 +5,7 @@ Owns loading the function, how it is called, and checking what it returns. Does 
 the standard library and orjson, and what the user's module imports.
 
     score = in_worker("rondo.roles.rewards.worker:open_function", {"function": "rewards.py:exact"})
-    score(["1234", "1234", "s3142>", {}, ["stop", 5, 64]])      # [1.0, {}]: score, details
+    score(["1234", "1234", "s3142>", {}, ["stop", 5, 64, ["1234"]]])      # [1.0, {}]: score, details
 
 A function is called with response, label, prompt and metadata, and with those of `ASKED_FOR` that are among its parameters. One
 over a whole prompt group is called with the responses of all its samples in the place of one, and lists in those of `ASKED_FOR`;
@@ -18,14 +18,16 @@ import functools
 import inspect
 import math
 from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.reference import load_reference
 from rondo.runtime.values import Encoded, encode
 
-ASKED_FOR = ("finish_reason", "num_tokens", "max_new_tokens")
-"""What a function may ask for by name: how the response ended ("stop", "length" or "aborted"), its tokens, and their limit."""
+ASKED_FOR = ("finish_reason", "num_tokens", "max_new_tokens", "turns")
+"""What a function may ask for by name: how the response ended ("stop", "length" or "aborted"), its tokens, their limit, and a
+list of what the policy said in each turn."""
 IS_ASYNC = "is it async?"
 _SHOWN_CHARACTERS = 80
 
@@ -57,8 +59,11 @@ def in_worker(open_function: str, settings: Mapping[str, Any]) -> Callable[[Any]
     return run
 
 
-def open_function(function: str, per: str = "response") -> Opened:
-    """The function that scores one item, of one response or of a group's. ConfigError for one that cannot be called so."""
+def open_function(
+    function: str, per: str = "response", components: Mapping[str, float] = MappingProxyType({})
+) -> Opened:
+    """The function that scores one item, of one response or of a group's. `components`: what its dicts must hold, with weights.
+    ConfigError for one that cannot be called so."""
     reward = load_reference(function, "reward.function")
     if inspect.isclass(reward):
         raise ConfigError(
@@ -83,7 +88,8 @@ def open_function(function: str, per: str = "response") -> Opened:
         return reward(response, label, prompt=prompt, metadata=metadata, **more)
 
     is_async = inspect.iscoroutinefunction(reward)
-    return Opened(score, scored if per == "response" else scored_group, is_async)
+    check = scored if per == "response" else scored_group
+    return Opened(score, functools.partial(check, components=components), is_async)
 
 
 def _takes(signature: inspect.Signature, name: str) -> bool:
@@ -93,23 +99,25 @@ def _takes(signature: inspect.Signature, name: str) -> bool:
     return kinds.get(name) in by_name or inspect.Parameter.VAR_KEYWORD in kinds.values()
 
 
-def scored_group(values: Any) -> Encoded:
+def scored_group(values: Any, components: Mapping[str, float] = MappingProxyType({})) -> Encoded:
     """[[score, details], ...] of what a reward function returned for a prompt group."""
     if not hasattr(values, "__iter__") or isinstance(values, str | dict):
         raise RewardError(
             f"reward must return a list of one score a response, got {_shown(values)}. Or set reward.per to 'response'"
         )
-    return encode([_checked(value) for value in values])
+    return encode([_checked(value, components) for value in values])
 
 
-def scored(value: Any) -> Encoded:
+def scored(value: Any, components: Mapping[str, float] = MappingProxyType({})) -> Encoded:
     """[score, details] of what a reward function returned."""
-    return encode(_checked(value))
+    return encode(_checked(value, components))
 
 
-def _checked(value: Any) -> list[Any]:
+def _checked(value: Any, components: Mapping[str, float]) -> list[Any]:
     """[score, details]. RewardError for what is no finite number."""
     details: dict[Any, Any] = {}
+    if components:
+        value = _summed(value, components)
     if isinstance(value, dict):
         if "score" not in value:
             raise RewardError(
@@ -117,14 +125,31 @@ def _checked(value: Any) -> list[Any]:
             )
         details = {name: detail for name, detail in value.items() if name != "score"}
         value = value["score"]
-    score = _number(value)
-    if not math.isfinite(score):
-        raise RewardError(f"reward must return a finite number, got {score}. Return a number for such a response too")
+    score = _finite(value)
     try:
         encode(details)
     except TypeError:
         details = {_kept(name): _kept(detail, name) for name, detail in details.items()}
     return [score, details]
+
+
+def _summed(value: Any, components: Mapping[str, float]) -> dict[Any, Any]:
+    """The dict with its components as numbers, and their weighted sum as its score where it has none."""
+    given = value if isinstance(value, dict) else {}
+    if missing := [name for name in components if name not in given]:
+        raise RewardError(
+            f"reward must return a dict with each of reward.components, got {_shown(value)} without {', '.join(missing)}. "
+            "Add what is missing"
+        )
+    parts = {name: _finite(given[name]) for name in components}
+    return {"score": sum(weight * parts[name] for name, weight in components.items())} | given | parts
+
+
+def _finite(value: Any) -> float:
+    number = _number(value)
+    if not math.isfinite(number):
+        raise RewardError(f"reward must return a finite number, got {number}. Return a number for such a response too")
+    return number
 
 
 def _number(value: Any) -> float:

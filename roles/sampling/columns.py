@@ -1,12 +1,13 @@
-"""What rollout writes of samples: their base columns, and what the bus is told of each row.
+"""What rollout writes of samples: the base columns of their rows, and what the bus is told of each row.
 
-Pure: completions in, arrays out. Owns which tokens the loss counts: none of a sample whose reward failed, and with
+Pure: rows in, arrays out. Owns which tokens the loss counts: none of a sample whose reward failed, and with
 `rollout.mask_truncated` none of one that its limit ended. Does not own when something is put (`groups.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,31 +15,40 @@ from rondo.comm.bus.group import FINISHES, NO_VERSION
 from rondo.comm.ring.records import Column
 from rondo.roles.config import JobConfig
 from rondo.roles.engines.engine import Completion
-from rondo.roles.streams import ROUTED
+from rondo.roles.rewards.pool import RewardResult
+from rondo.roles.sampling.episode import Made, SampleRow
+from rondo.roles.streams import PARTS, ROUTED, TURNS
 
 
-def columns_of(
-    config: JobConfig, prompt: np.ndarray, done: Sequence[Completion], scored: Sequence[bool]
-) -> list[Column]:
-    """The base columns of some samples of a prompt, int32 [T]: pieces that lie end to end, and how much of them is each row's."""
-    rollout = config.rollout
+def columns_of(config: JobConfig, rows: Sequence[SampleRow], results: Sequence[RewardResult]) -> list[Column]:
+    """The base columns of some rows, with the result of the sample that each is of: pieces that lie end to end, and how much of
+    them is each row's."""
+    rollout, done = config.rollout, [row.completion for row in rows]
     responses = [len(c.tokens) for c in done]
     masks = [
-        loss_mask(c, rollout.mask_old_tokens) * np.uint8(has and not (rollout.mask_truncated and cut_off(c)))
-        for c, has in zip(done, scored, strict=True)
+        loss_mask(c, rollout.mask_old_tokens)
+        * np.uint8(r.score is not None and not (rollout.mask_truncated and cut_off(c)))
+        for c, r in zip(done, results, strict=True)
     ]
-    pieces = [piece.astype(np.int32, copy=False) for c in done for piece in (prompt, c.tokens)]
+    pieces = [each.astype(np.int32, copy=False) for row in rows for each in (row.prompt, row.completion.tokens)]
+    lengths = [len(row.prompt) + response for row, response in zip(rows, responses, strict=True)]
     columns = [
-        Column("tokens", "int32", pieces, [len(prompt) + response for response in responses]),
+        Column("tokens", "int32", pieces, lengths),
         Column("loss_mask", "uint8", masks, responses),
         Column("rollout_log_probs", "float32", [c.log_probs for c in done], responses),
         Column("policy_versions", "int32", [c.policy_versions for c in done], responses),
     ]
-    if config.train.router_replay:
+    if config.train.router_replay == "r3":
         told = [c.routed_experts for c in done]
         nothing = np.zeros(0, next((each.dtype for each in told if each is not None), np.dtype(np.uint8)))
         arrays = [nothing if each is None else each for each in told]
         columns.append(Column(ROUTED, arrays[0].dtype.name, arrays))
+    if config.algorithm.by_turn:
+        columns.append(Column(TURNS, "float32", [turn_rewards(row) for row in rows], responses))
+    if config.num_parts:
+        names = list(config.components)
+        parts = [[0.0 if r.score is None else r.details[name] for name in names] for r in results]
+        columns.append(Column(PARTS, "float32", [np.array(each, np.float32) for each in parts]))
     return columns
 
 
@@ -48,6 +58,34 @@ def loss_mask(completion: Completion, mask_old: bool) -> np.ndarray:
     versions = completion.policy_versions
     chosen = (versions == versions.max()) & (versions != NO_VERSION) if mask_old else versions != NO_VERSION
     return chosen.astype(np.uint8)
+
+
+def turns_of(completion: Completion) -> list[np.ndarray]:
+    """The tokens of each turn of the policy, int32 [R], without what was said between them."""
+    sampled = completion.policy_versions != NO_VERSION
+    cuts = np.flatnonzero(np.diff(sampled)) + 1
+    pieces = zip(np.split(completion.tokens, cuts), np.split(sampled, cuts), strict=True)
+    return [tokens for tokens, own in pieces if own[:1].all() and len(own)]
+
+
+def turn_rewards(row: SampleRow) -> np.ndarray:
+    """float32 [R]: what each turn of the policy is worth at its last token, 0 where nothing was said of it; NaN elsewhere."""
+    sampled = row.completion.policy_versions != NO_VERSION
+    found = np.where(sampled & ~np.append(sampled[1:], False), np.float32(0), np.float32(np.nan))
+    for place, worth in row.rewards:
+        found[place] = np.nan_to_num(found[place]) + worth  # nothing may have been said behind the turn
+    return found
+
+
+def with_score(made: Made, score: float) -> Made:
+    """The sample with what its turns are not worth of its score at its end, where the reward function gave it; one without a turn
+    as it is."""
+    *before, last = made.rows
+    sampled = np.flatnonzero(last.completion.policy_versions != NO_VERSION)
+    if not len(sampled):
+        return made
+    place = int(sampled[-1])
+    return replace(made, rows=(*before, replace(last, rewards=(*last.rewards, (place, score - (made.reward or 0.0))))))
 
 
 def finish_of(completion: Completion) -> str:
@@ -60,9 +98,16 @@ def cut_off(completion: Completion) -> bool:
     return completion.finish_reason == "length"
 
 
-def info_of(prompt: np.ndarray, completion: Completion, reward: float | None) -> tuple[float | None, ...]:
-    """As `Bus.put_samples` takes it. Versions are those of tokens that a policy sampled."""
-    versions = completion.policy_versions[completion.policy_versions != NO_VERSION]
+def info_of(row: SampleRow, finish: str, reward: float | None) -> tuple[float | None, ...]:
+    """As `Bus.put_samples` takes it, of a row whose sample ended so. Versions are those of tokens that a policy sampled."""
+    done = row.completion
+    versions = done.policy_versions[done.policy_versions != NO_VERSION]
     span = (int(versions.min()), int(versions.max())) if len(versions) else (NO_VERSION, NO_VERSION)
-    response = len(completion.tokens)
-    return (len(prompt) + response, response, reward, *span, FINISHES.index(finish_of(completion)))
+    response = len(done.tokens)
+    return (len(row.prompt) + response, response, reward, *span, FINISHES.index(finish))
+
+
+def in_parts(made: Sequence[Made]) -> list[tuple[int, int]]:
+    """(which of these samples, which of its rows) of every row, part by part, as they are put."""
+    most = max(len(each.rows) for each in made)
+    return [(at, part) for part in range(most) for at, each in enumerate(made) if part < len(each.rows)]

@@ -30,14 +30,16 @@ import numpy as np
 
 from rondo.comm.bus.group import NO_VERSION
 from rondo.models.media.inputs import MediaInputs
-from rondo.roles.config import DataConfig, EvalSet, JobConfig
+from rondo.roles.config import DataConfig, EvalSet, JobConfig, RolloutConfig
+from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row, RowError, Rows
 from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
-from rondo.roles.sampling.columns import finish_of
+from rondo.roles.sampling.columns import finish_of, turns_of
+from rondo.roles.sampling.episode import Limits, Made
 from rondo.roles.sampling.single_turn import single_turn
-from rondo.roles.sampling.workflow import Client, Context, Made, Workflow
+from rondo.roles.sampling.workflow import Client, Context, Workflow
 from rondo.runtime.errors import DeadlineExceeded, RondoError
 from rondo.runtime.records.record import JsonLines
 from rondo.runtime.values import as_json
@@ -171,7 +173,7 @@ class Evaluator:
 
         data, every = config.data or self.config.data, range(config.samples_per_prompt)
         made, results = await self._answered(engine, row, data, request, every, params.max_new_tokens)
-        sampled = {int(v) for each in made for v in np.unique(each.completion.policy_versions)}
+        sampled = {int(v) for each in made for row in each.rows for v in np.unique(row.completion.policy_versions)}
         others = sampled - {version, NO_VERSION}
         if others:
             raise RondoError(
@@ -180,7 +182,7 @@ class Evaluator:
             )
         errors = [told_error(row, each, result.error) for each, result in enumerate(results) if result.score is None]
         rewards = [result.score for result in results]
-        lines = [shown(self.tokenizer, row, each.completion, one) for each, one in zip(made, results, strict=True)]
+        lines = [shown(self.tokenizer, row, each, one) for each, one in zip(made, results, strict=True)]
         return rewards, errors[0] if errors else "", lines
 
     async def predict(self, engine: Engine, id: str, row: Row, *, num_samples: int, seed: int) -> list[dict[str, Any]]:
@@ -196,8 +198,7 @@ class Evaluator:
         most = self.params.max_new_tokens
         made, results = await self._answered(engine, row, self.config.data, request, range(num_samples), most)
         return [
-            shown(self.tokenizer, row, each.completion, one)
-            | {"tokens": each.completion.tokens, "log_probs": each.completion.log_probs}
+            shown(self.tokenizer, row, each, one) | {"tokens": each.last.tokens, "log_probs": each.last.log_probs}
             for each, one in zip(made, results, strict=True)
         ]
 
@@ -213,18 +214,20 @@ class Evaluator:
         """A row through workflow and reward: its samples, in order, and what became of each. `request` makes the request of a
         sample by prompt, media and number."""
         prompt, media = await self.prepare(row, data)
-        made = await self._made(engine, row, prompt, media, functools.partial(request, prompt, media), every, most)
+        chat = Chat.of(self.tokenizer, row, data)
+        limits = limits_of(self.config.rollout, most)
+        context = functools.partial(
+            Context, row, prompt, media, self.tokenizer, every, limits, chat=chat, evaluates=True
+        )
+        made = await self._made(engine, row, context, functools.partial(request, prompt, media))
         return made, await scored(self.rewards, self.tokenizer, row, made, most)
 
     async def _made(
         self,
         engine: Engine,
         row: Row,
-        prompt: np.ndarray,
-        media: MediaInputs | None,
+        open_context: Callable[..., Context],
         request: Callable[[int], Request],
-        every: Sequence[int],
-        most: int,
     ) -> list[Made]:
         """What the workflow makes of a prompt, in order. RowError where it comes no further for as long as a lease may, and has
         nothing at the engine."""
@@ -244,7 +247,7 @@ class Evaluator:
                 further()
 
         limit_s, made = self.config.rollout.lease_deadline_s, list[Made]()
-        context = Context(row, prompt, media, self.tokenizer, every, most, evaluates=True, progress=further)
+        context = open_context(progress=further)
         try:
             async with (
                 waiting(
@@ -253,7 +256,7 @@ class Evaluator:
                     deadline_s=limit_s,
                     moved=lambda: PROCESS.clock() if at_engine else moved_at,
                 ),
-                aclosing(context.samples(self.workflow, Client(request, ask))) as ready,
+                aclosing(context.samples(self.workflow, Client(context, request, ask))) as ready,
             ):
                 async for some in ready:
                     made += some
@@ -278,23 +281,42 @@ class Evaluator:
         )
 
 
+def limits_of(rollout: RolloutConfig, max_new_tokens: int) -> Limits:
+    """Of a sample with so many tokens behind its prompt."""
+    whole = rollout.max_prompt_tokens + max_new_tokens
+    return Limits(max_new_tokens, whole, rollout.max_turns, rollout.max_rows, rollout.max_episode_s)
+
+
 async def scored(
     rewards: RewardPool, tokenizer: Any, row: Row, made: Sequence[Made], max_new_tokens: int
 ) -> list[RewardResult]:
-    """One result a sample, in order; of one with an error that is the result."""
-    items = [_item_of(tokenizer, row, each.completion, max_new_tokens) for each in made if each.error is None]
+    """One result a sample, in order; of one with an error that is the result, and of one whose turns have rewards their sum."""
+    items = [_item_of(tokenizer, row, each, max_new_tokens) for each in made if each.reward is None and not each.error]
     results = iter(await rewards.score(items) if items else ())
-    return [next(results) if each.error is None else RewardResult(None, error=each.error) for each in made]
+    return [
+        RewardResult(each.reward, error=each.error) if each.error or each.reward is not None else next(results)
+        for each in made
+    ]
 
 
-def shown(tokenizer: Any, row: Row, done: Completion, result: RewardResult) -> dict[str, Any]:
-    """A sample as people read it."""
+def shown(tokenizer: Any, row: Row, made: Made, result: RewardResult) -> dict[str, Any]:
+    """A sample as people read it; of several rows the last one, and what came before it."""
+    done = made.last
+    versions = np.concatenate([each.completion.policy_versions for each in made.rows])
     line = {
         "prompt": as_json(row.prompt), "label": as_json(row.label), "reward": result.score,
         "response": tokenizer.decode(done.tokens.tolist()), "details": as_json(result.details),
-        "finish_reason": finish_of(done), "num_tokens": len(done.tokens),
-        "versions": sorted(set(done.policy_versions.tolist()) - {NO_VERSION}),
+        "finish_reason": finish_of(done), "num_tokens": made.num_tokens,
+        "versions": sorted(set(versions.tolist()) - {NO_VERSION}),
     }  # fmt: skip
+    if len(made.rows) > 1:
+        line["rows"] = [
+            {
+                "prompt": tokenizer.decode(each.prompt.tolist()),
+                "response": tokenizer.decode(each.completion.tokens.tolist()),
+            }
+            for each in made.rows
+        ]
     return line if result.error is None else line | {"error": result.error}
 
 
@@ -303,8 +325,13 @@ def told_error(row: Row, number: int, error: str | None) -> str:
     return f"reward of {row.name}, sample {number}: {error}"
 
 
-def _item_of(tokenizer: Any, row: Row, completion: Completion, max_new_tokens: int) -> RewardItem:
+def _item_of(tokenizer: Any, row: Row, made: Made, max_new_tokens: int) -> RewardItem:
     """What the reward function is told of one sample."""
-    text = tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
-    num_tokens = len(completion.tokens)
-    return RewardItem(text, row.label, row.prompt, row.metadata, finish_of(completion), num_tokens, max_new_tokens)
+    done = made.last
+    text = tokenizer.decode(done.tokens.tolist(), skip_special_tokens=True)
+    turns = [turn for each in made.rows for turn in turns_of(each.completion)]
+    texts = [tokenizer.decode(turn.tolist(), skip_special_tokens=True) for turn in turns] if len(turns) > 1 else [text]
+    if not turns:  # its one token nobody said
+        text, texts = "", [""]
+    size = len(done.tokens)
+    return RewardItem(text, row.label, row.prompt, row.metadata, finish_of(done), size, max_new_tokens, texts)

@@ -21,7 +21,7 @@ import asyncio
 import functools
 from collections.abc import Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -30,8 +30,9 @@ from rondo.comm.bus.group import FINISH, FINISHES, RESPONSE, REWARD
 from rondo.comm.ring.records import Column
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import DataConfig
+from rondo.roles.data.chat import Chat
 from rondo.roles.data.cursor import Order
-from rondo.roles.data.datasets import Row, Rows
+from rondo.roles.data.datasets import Row, RowError, Rows
 from rondo.roles.data.media import MediaPool
 from rondo.roles.data.prompts import render_prompt, without_media_section
 from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
@@ -40,12 +41,14 @@ from rondo.roles.job import Job
 from rondo.roles.resumed import KeptSamples, put_kept
 from rondo.roles.rewards.function import UserFunction
 from rondo.roles.rewards.pool import RewardPool, RewardResult
-from rondo.roles.sampling.columns import columns_of, finish_of, info_of
-from rondo.roles.sampling.evaluation import sample_seed, scored, shown, told_error
+from rondo.roles.sampling.columns import columns_of, finish_of, in_parts, info_of, with_score
+from rondo.roles.sampling.episode import Made
+from rondo.roles.sampling.evaluation import limits_of, sample_seed, scored, shown, told_error
 from rondo.roles.sampling.filters import Ended, equal_rewards, kept
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.single_turn import single_turn
-from rondo.roles.sampling.workflow import Client, Context, Made, Workflow
+from rondo.roles.sampling.teaching import Teaching
+from rondo.roles.sampling.workflow import Client, Context, Workflow
 from rondo.runtime.records.record import JsonLines
 from rondo.runtime.worker.context import WorkerContext
 
@@ -66,10 +69,9 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One completion with what its reward became."""
+    """One of the workflow's with what its reward became."""
 
-    number: int
-    completion: Completion
+    made: Made
     result: RewardResult
 
 
@@ -90,6 +92,7 @@ class PromptGroups:
     progress: Progress
     keep: UserFunction | None = None
     workflow: Workflow = single_turn
+    teaching: Teaching | None = None
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # a prompt at a time, beside the loop
 
     async def fill(self, lease: Lease) -> None:
@@ -98,6 +101,8 @@ class PromptGroups:
         row = await asyncio.to_thread(self.rows.row, self.order.locate(lease.position).row)
         with self.progress.preparing((lease.group, lease.epoch)):
             prompt, media = await self.prepare(row, config.data)
+        if self.teaching is not None:
+            self.teaching.whose(row)  # a row without one is told before anything is sampled
         if media is not None and not lease.has_media:
             self._put_media(lease, media)
         ended = dict(lease.have) | self._put_kept(lease, prompt)
@@ -106,10 +111,12 @@ class PromptGroups:
             return
         params = self.params(config.rollout.temperature)
         context = Context(
-            row, prompt, media, self.tokenizer, every - ended.keys(), params.max_new_tokens,
+            row, prompt, media, self.tokenizer, every - ended.keys(), limits_of(config.rollout, params.max_new_tokens),
+            chat=Chat.of(self.tokenizer, row, config.data),
             progress=functools.partial(self.progress.further, (lease.group, lease.epoch)),
         )  # fmt: skip
         client = Client(
+            context,
             lambda number: self._request(lease, number, prompt, media, params),
             functools.partial(self._generate_of, lease),
         )
@@ -117,19 +124,21 @@ class PromptGroups:
         async with aclosing(context.samples(self.workflow, client)) as made:
             async for more in made:
                 finished += more
-                if config.reward.per == "group" and len(ended) + len(finished) < len(every):
-                    continue  # they are scored together
+                if self._together and len(ended) + len(finished) < len(every):
+                    continue  # they are scored together, or learn from each other
                 with (
                     self.ctx.span("reward", beside="reward", step=lease.step, group=lease.group),
                     self.progress.scoring((lease.group, lease.epoch)),
                 ):
                     samples = await self._score(row, finished)
-                ended |= {sample.number: _ended(sample) for sample in samples}
-                errors += [told_error(row, each.number, each.result.error) for each in samples if each.result.error]
+                ended |= {sample.made.number: _ended(sample) for sample in samples}
+                errors += [
+                    told_error(row, each.made.number, each.result.error) for each in samples if each.result.error
+                ]
                 if ended.keys() >= every and (outcome := await self._outcome(list(ended.values()), errors)) is not None:
                     await self.job.bus.call("settle", lease.group, lease.epoch, *outcome)
                     return
-                self._put(lease, prompt, samples)
+                self._put(lease, samples, await self._taught(row, samples))
                 self._log(lease, row, samples)
                 finished.clear()
 
@@ -192,43 +201,74 @@ class PromptGroups:
 
     async def _score(self, row: Row, made: Sequence[Made]) -> list[Sample]:
         config = self.job.config
+        if config.num_parts and any(each.reward is not None for each in made):
+            raise RowError(
+                f"{row.name}: rewards must come from reward.function with reward.components, got one of a turn"
+            )
         # Of a group one after the other, by workers of which each starts anew.
         slowest_s = 2 * config.reward.deadline_s * config.rollout.samples_per_prompt + self.ctx.load_s
+        slowest_s += 0 if config.genrm is None else config.genrm.longest_s
         with self.ctx.work("reward", slowest_s):
             results = await scored(self.rewards, self.tokenizer, row, made, config.rollout.max_new_tokens)
-        return [Sample(each.number, each.completion, result) for each, result in zip(made, results, strict=True)]
+        return [self._sample(each, result) for each, result in zip(made, results, strict=True)]
+
+    def _sample(self, made: Made, result: RewardResult) -> Sample:
+        """With what its length takes off its reward."""
+        config = self.job.config
+        taken = config.reward.overlong(len(made.last.tokens), config.rollout.max_new_tokens)
+        if taken and result.score is not None:
+            result = replace(result, score=result.score - taken, details=result.details | {"overlong": -taken})
+        if config.algorithm.by_turn and result.score is not None:
+            made = with_score(made, result.score)
+        return Sample(made, result)
 
     def _put_kept(self, lease: Lease, prompt: np.ndarray) -> dict[int, Ended]:
         """What the checkpoint that this run goes on from has of the group, on the bus again: sample -> reward."""
         found = [each for each in self.kept.take(lease.group, lease.position, prompt) if each.sample not in lease.have]
         if found:
             put_kept(self.job.bus, lease.ring, lease.group, lease.epoch, found)
-        return {each.sample: told_of(*(each.info[at] for at in (REWARD, RESPONSE, FINISH))) for each in found}
+        ended = dict[int, Ended]()
+        for each in found:
+            before = ended[each.sample].num_tokens if each.part else 0
+            ended[each.sample] = told_of(each.info[REWARD], before + int(each.info[RESPONSE] or 0), each.info[FINISH])
+        return ended
 
     def _put_media(self, lease: Lease, media: MediaInputs) -> None:
         """Before the first sample, so that a group that is ready has its media."""
         columns = [Column(name, array.dtype.name, [array]) for name, array in media.arrays.items()]
         self.job.bus.put_media(lease.ring, lease.group, lease.epoch, columns, media.encoder_positions)
 
-    def _put(self, lease: Lease, prompt: np.ndarray, samples: Sequence[Sample]) -> None:
-        scored = [sample.result.score is not None for sample in samples]
-        columns = self._columns(prompt, [sample.completion for sample in samples], scored)
-        info = [info_of(prompt, sample.completion, sample.result.score) for sample in samples]
-        numbers = [sample.number for sample in samples]
-        self.job.bus.put_samples(lease.ring, lease.group, lease.epoch, numbers, columns, info)
+    @property
+    def _together(self) -> bool:
+        config = self.job.config
+        judged = config.genrm is not None and config.genrm.per != "response"
+        return config.reward.per == "group" or judged or (self.teaching is not None and self.teaching.sees_siblings)
 
-    def _columns(self, prompt: np.ndarray, done: Sequence[Completion], scored: Sequence[bool]) -> list[Column]:
-        return columns_of(self.job.config, prompt, done, scored)
+    async def _taught(self, row: Row, samples: Sequence[Sample]) -> list[Column]:
+        if self.teaching is None:
+            return []
+        return await self.teaching.columns(row, [each.made.last for each in samples], [each.result for each in samples])
+
+    def _put(self, lease: Lease, samples: Sequence[Sample], taught: Sequence[Column]) -> None:
+        made = [sample.made for sample in samples]
+        order = in_parts(made)
+        rows = [made[at].rows[part] for at, part in order]
+        columns = columns_of(self.job.config, rows, [samples[at].result for at, _ in order])
+        columns += [Column(each.name, each.dtype, [each.arrays[at] for at, _ in order]) for each in taught]
+        told = [(finish_of(sample.made.last), sample.result.score) for sample in samples]
+        info = [info_of(row, *told[at]) for row, (at, _) in zip(rows, order, strict=True)]
+        numbers, parts = [each.number for each in made], [len(each.rows) for each in made]
+        self.job.bus.put_samples(lease.ring, lease.group, lease.epoch, numbers, columns, info, parts)
 
     def _log(self, lease: Lease, row: Row, samples: Sequence[Sample]) -> None:
         """The group's first sample, and every one that failed, for people to read: a line each in samples/step_N.jsonl."""
         path = self.ctx.run_dir / "samples" / f"step_{lease.step:06d}.jsonl"
-        chosen = [sample for sample in samples if sample.number == 0 or sample.result.error]
+        chosen = [sample for sample in samples if sample.made.number == 0 or sample.result.error]
         if chosen:
             with JsonLines(path, what="samples") as file:
                 for each in chosen:
-                    line = shown(self.tokenizer, row, each.completion, each.result)
-                    file.write({"group": lease.group, "sample": each.number, **line})
+                    line = shown(self.tokenizer, row, each.made, each.result)
+                    file.write({"group": lease.group, "sample": each.made.number, **line})
 
 
 def told_of(reward: Any, response: Any, finish: Any) -> Ended:
@@ -237,4 +277,4 @@ def told_of(reward: Any, response: Any, finish: Any) -> Ended:
 
 
 def _ended(sample: Sample) -> Ended:
-    return Ended(sample.result.score, finish_of(sample.completion), len(sample.completion.tokens))
+    return Ended(sample.result.score, finish_of(sample.made.last), sample.made.num_tokens)

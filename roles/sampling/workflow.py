@@ -1,28 +1,33 @@
 """What makes the samples of a row: the protocol of a workflow, and what a run does with one.
 
-A workflow is an async function. It is called once a prompt group, asks the engine through a client that knows the group, and
-hands each sample to its context as soon as that is whole:
+A workflow is an async function. It is called once a prompt group, opens an episode for each sample, asks the engine through it,
+and hands each to its context as soon as that is whole:
 
     async def workflow(row: Row, client: Client, context: Context) -> None:
-        async def one(number: int) -> Completion:
-            done = await client.generate(number)                       # from the prompt on
-            seen = context.tokenizer(look(done), add_special_tokens=False)["input_ids"]
-            return await client.generate(number, extended(done, seen))       # the same sample, further on
+        async def play(episode: Episode) -> None:
+            while not episode.over:
+                turn = await episode.generate()
+                if (seen := look(turn.text)) is None:
+                    return
+                await episode.say(seen)
 
-        await context.each(one)
+        await context.each(client, play)
 
-Owns that protocol, and what becomes of a workflow that fails. Does not own leases, rewards or what is put (`groups.py`), nor the
-figures of an evaluation (`evaluation.py`): both run the same workflow, each with a context of its own.
+Owns that protocol, and what becomes of a workflow that fails. Does not own leases, rewards or what is put (`groups.py`), what a
+sample consists of (`episode.py`), nor the figures of an evaluation (`evaluation.py`): both run the same workflow, each with a
+context of its own.
 
 What a workflow can rely on:
 - It makes the samples `context.missing`: all of a group, or those that no earlier lease has put.
 - A sample that was handed in is scored and put at once, and stays, whatever becomes of the workflow. One with an `error` is put
-  without a reward: it trains nothing, and its siblings count as they are.
+  without a reward: it trains nothing, and its siblings count as they are. In `each` the error of an episode is its sample's
+  alone, and one that lasts longer than `rollout.max_episode_s` is handed in as far as it came, as aborted.
 - It is cancelled, at whatever it waits for, when the lease is lost or the replica leaves; requests at the engine end with their
-  `generate`. A lease lasts while the group comes further: its requests do so by themselves, `context.progress` tells of anything
-  else, such as a step of an environment. So a workflow that hangs costs its own group, after `rollout.lease_deadline_s`; in an
-  evaluation its own prompt.
-- An error that it raises is its row's (RowError): the group is given out again `reward.max_failures` times, then quarantined.
+  `generate`. A lease lasts while the group comes further: its requests do so by themselves, and what is said to the policy;
+  `context.progress` tells of anything else, such as a long step of an environment. So a workflow that hangs costs its own group,
+  after `rollout.lease_deadline_s`; in an evaluation its own prompt.
+- An error that it raises itself is its row's (RowError): the group is given out again `reward.max_failures` times, then
+  quarantined.
 - It shares the event loop of the rollout process with all others: what blocks or computes belongs into a thread or process.
 
 Invariant: every missing sample is handed in exactly once, or the row fails.
@@ -32,52 +37,33 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from typing import Any, Protocol
 
 import numpy as np
 
-from rondo.comm.bus.group import NO_VERSION
 from rondo.models.media.inputs import MediaInputs
+from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row, RowError
-from rondo.roles.engines.engine import Completion, Request
+from rondo.roles.engines.engine import Request
+from rondo.roles.sampling.episode import Ask, Episode, Limits, Made
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.reference import in_one_line, load_reference
 
 _SETTING = "rollout.workflow"
 
 
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A sample that a workflow handed in; with an `error` it gets no reward."""
-
-    number: int
-    completion: Completion
-    error: str | None = None
-
-
 class Client:
-    """The engine, for the samples of a prompt group. `request` makes the request of a sample by its number, `ask` answers it."""
+    """The engine, for the samples of a prompt group. `request` makes the first request of a sample by its number, `ask` answers
+    one."""
 
-    def __init__(self, request: Callable[[int], Request], ask: Callable[[Request], Awaitable[Completion]]) -> None:
-        self._request = request
-        self._ask = ask
+    def __init__(self, context: Context, request: Callable[[int], Request], ask: Ask) -> None:
+        self._context, self._request, self._ask = context, request, ask
 
-    async def generate(self, number: int, after: Completion | None = None) -> Completion:
-        """The sample with this number, from the group's prompt on; or from the end of `after`, the same sample as it was so far.
-        In both cases the whole sample, which `rollout.max_new_tokens` bounds.
-
-        The draw at a place depends on sample and place alone. Ends at the run's tokens and texts; those in `after` count no more.
-        What has no room left comes back at once, cut to it and ended by "length". Raises RowError where the engine refuses this
-        very request, and what an engine that ended raises.
-        """
-        request = self._request(number)
-        if after is None or not len(after.tokens):
-            return await self._ask(request)
-        if len(after.tokens) >= request.params.max_new_tokens:
-            return replace(after.first(request.params.max_new_tokens), finish_reason="length")
-        return await self._ask(replace(request, prefix=after.as_prefix()))
+    def episode(self, number: int) -> Episode:
+        """The sample with this number, from the group's prompt on. The draw at a place depends on sample and place alone."""
+        at = self._context
+        return Episode.opened(number, self._request(number), self._ask, at.limits, at.tokenizer, at.chat, at.progress)
 
 
 class Context:
@@ -90,8 +76,9 @@ class Context:
         media: MediaInputs | None,
         tokenizer: Any,
         missing: Collection[int],
-        max_new_tokens: int,
+        limits: Limits,
         *,
+        chat: Chat | None = None,
         evaluates: bool = False,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -100,8 +87,10 @@ class Context:
         self.tokenizer = tokenizer
         self.missing = tuple(sorted(missing))
         """Numbers of the samples to make."""
-        self.max_new_tokens = max_new_tokens
-        """Most tokens of a sample behind its prompt, an environment's included."""
+        self.limits = limits
+        """Budgets of each sample."""
+        self.chat = chat
+        """The conversation that the prompt is, None of plain text."""
         self.evaluates = evaluates
         """Whether these samples are for an evaluation."""
         self.progress = progress
@@ -110,27 +99,41 @@ class Context:
         self._left = set(self.missing)
         self._ready: asyncio.Queue[Made | None] = asyncio.Queue()
 
-    def done(self, number: int, completion: Completion, error: str | None = None) -> None:
-        """Hands a sample in. RowError for one that is not missing, and for arrays that do not fit."""
-        size, most = len(completion.tokens), self.max_new_tokens
-        sizes = [size, len(completion.log_probs), len(completion.policy_versions)]
+    def done(self, made: Made) -> None:
+        """Hands a sample in, as `Episode.made` gives it. RowError for one that is not missing, and for rows that do not fit."""
+        number, limits = made.number, self.limits
         if number not in self._left:
             raise self._fault(f"hand in each missing sample once, of {list(self.missing)}, got {number}")
-        if len(set(sizes)) > 1 or size > most:
-            raise self._fault(
-                f"make samples of at most {most} tokens, each with its log-prob and version, got {sizes} for {number}"
-            )
-        experts = completion.routed_experts
-        if experts is not None and len(experts) != len(self.prompt) + size - 1:
-            experts = None  # an environment had the last word: of its tokens no engine has told any
+        for row in made.rows:
+            done, size = row.completion, len(row.completion.tokens)
+            sizes = [size, len(done.log_probs), len(done.policy_versions)]
+            most = min(limits.max_new_tokens, limits.max_tokens - len(row.prompt))
+            if len(set(sizes)) > 1 or not 1 <= size <= most:
+                raise self._fault(
+                    f"make rows of 1 to {most} tokens, each with its log-prob and version, got {sizes} for {number}"
+                )
+        if not 1 <= len(made.rows) <= limits.max_rows:
+            raise self._fault(f"make samples of 1 to {limits.max_rows} rows (rollout.max_rows), got {len(made.rows)}")
         self._left.discard(number)
-        self._ready.put_nowait(Made(number, replace(completion, routed_experts=experts), error))
+        self._ready.put_nowait(made)
 
-    async def each(self, one: Callable[[int], Awaitable[Completion]]) -> None:
-        """Makes every missing sample by `one`, all at once, and hands each in when it is whole. An error ends the others."""
+    async def each(self, client: Client, play: Callable[[Episode], Awaitable[object]]) -> None:
+        """Makes every missing sample by `play`, all at once, and hands each in when it is whole. What fails in one is that
+        sample's alone; only what ends the engine, or a RowError, ends the others."""
 
         async def make(number: int) -> None:
-            self.done(number, await one(number))
+            episode, error = client.episode(number), None
+            try:
+                async with asyncio.timeout(self.limits.max_s) as limit:
+                    await play(episode)
+            except Exception as raised:
+                if limit.expired() and isinstance(raised, TimeoutError):
+                    episode.abort()
+                elif any(isinstance(each, RondoError) for each in _leaves(raised)):
+                    raise
+                else:
+                    error = in_one_line(raised)
+            self.done(episode.made(error))
 
         async with asyncio.TaskGroup() as tasks:
             for number in self.missing:
@@ -195,18 +198,6 @@ def open_workflow(reference: str) -> Workflow:
             f"{_SETTING} must be an async function of (row, client, context), got {reference}. Write `async def`, with these"
         )
     return workflow
-
-
-def extended(sample: Completion, tokens: Sequence[int]) -> Completion:
-    """The sample with an environment's tokens behind it: they are read, and never trained."""
-    added = np.asarray(tokens, np.int32)
-    return replace(
-        sample,
-        tokens=np.concatenate([sample.tokens, added]),
-        log_probs=np.concatenate([sample.log_probs, np.zeros(len(added), np.float32)]),
-        policy_versions=np.concatenate([sample.policy_versions, np.full(len(added), NO_VERSION, np.int32)]),
-        top=None,
-    )
 
 
 def _leaves(error: BaseException) -> Iterator[BaseException]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -47,6 +48,7 @@ async def listening(
     port: int,
     *,
     given: Sequence[str] = (),
+    tls: ssl.SSLContext | None = None,
     earlier: int = 0,
     drain_s: float = DRAIN_S,
 ) -> AsyncIterator[str]:
@@ -57,7 +59,9 @@ async def listening(
     """
     most = service.max_body_bytes or max(MIN_BODY_BYTES, BODY_BYTES_A_TOKEN * service.max_length)
     guard = Guard(own, given)
-    server = HttpServer("rondo: a model", guard, failed, Failed, Limits(most), host=host, handler_cancellation=True)
+    server = HttpServer(
+        "rondo: a model", guard, failed, Failed, Limits(most), host=host, tls=tls, handler_cancellation=True
+    )
     for method, path, route, operation in _ROUTES:
         scope: Scope = "open" if path in _OPEN else "content"
         server.route(method, path, partial(route, service), scope=scope, operation=operation)

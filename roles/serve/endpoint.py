@@ -24,7 +24,9 @@ from rondo.roles.serve.app import listening
 from rondo.roles.serve.prompt_work import prompt_work
 from rondo.roles.serve.service import Service
 from rondo.roles.serve.trajectory import Trajectories
+from rondo.runtime.admin.tls import server_context
 from rondo.runtime.admin.tokens import read_token_file
+from rondo.runtime.records.record import write_whole
 from rondo.runtime.records.telling import telling
 from rondo.runtime.worker.context import WorkerContext
 
@@ -44,9 +46,13 @@ async def endpoint(
     max_length: int,
     stop_token_ids: tuple[int, ...],
     seeds: bool,
-    tells_experts: bool,
+    tells_experts: bool = False,
+    folder: str = FOLDER,
+    drain_s: float = _DRAIN_S,
 ) -> AsyncIterator[None]:
-    """Answers while the body lasts; without a config nothing is done. ConfigError where the port cannot be had."""
+    """Answers while the body lasts; without a config nothing is done. ConfigError where the port cannot be had, nor the token or
+    the certificate be read. `folder`: of the run directory, for its record; `drain_s`: what is in flight at the end has so
+    long to be answered."""
     if config is None:
         yield
         return
@@ -55,8 +61,9 @@ async def endpoint(
     if config.token_file is not None:
         token_path = config.token_file.resolve()
         given.append(read_token_file(token_path, "rollout.endpoint.token_file"))
+    tls = server_context(config.tls_cert, config.tls_key, ("rollout.endpoint.tls_cert", "rollout.endpoint.tls_key"))
     name = ctx.group if ctx.world_size == 1 else f"{ctx.group}.{ctx.rank}"
-    record = ctx.run_dir / FOLDER / f"{name}.json"
+    record = ctx.run_dir / folder / f"{name}.json"
     port = config.port + int(ctx.group.rpartition("-")[2]) * ctx.world_size + ctx.rank if config.port else 0
     earlier = 0 if config.port else _earlier(record)
     kept = Trajectories(
@@ -70,16 +77,30 @@ async def endpoint(
             max_body_bytes=config.max_body_bytes, trajectories=kept,
         )  # fmt: skip
         async with listening(
-            service, [ctx.token], config.host, port, given=given, earlier=earlier, drain_s=_DRAIN_S
+            service, [ctx.token], config.host, port, given=given, tls=tls, earlier=earlier, drain_s=drain_s
         ) as url:
-            told = {
-                "group": name, "url": url, "token_path": str(token_path), "model": model_name, "pid": os.getpid(),
-            }  # fmt: skip
-            with telling("endpoints"):
-                record.parent.mkdir(exist_ok=True)
-                _write(record, told)
-            await ctx.report("endpoint", told)
-            yield
+            tls_told = {} if config.tls_cert is None else {"tls_cert": str(config.tls_cert.resolve())}
+            async with announced(ctx, record, url, token_path, model_name, **tls_told):
+                yield
+
+
+@asynccontextmanager
+async def announced(
+    ctx: WorkerContext, record: Path, url: str, token_path: Path, model_name: str, **more: str
+) -> AsyncIterator[None]:
+    """What answers at `url` is in the record while the body lasts, and is told."""
+    told = {
+        "group": record.stem, "url": url, "token_path": str(token_path), "model": model_name, "pid": os.getpid(), **more,
+    }  # fmt: skip
+    with telling("endpoints"):
+        record.parent.mkdir(exist_ok=True)
+        write_whole(record, orjson.dumps(told) + b"\n", 0o600)
+    await ctx.report("endpoint", told)
+    yield
+    _remove(record)
+
+
+def _remove(record: Path) -> None:
     with suppress(FileNotFoundError):
         record.unlink()
 
@@ -90,11 +111,3 @@ def _earlier(record: Path) -> int:
         return int(orjson.loads(record.read_bytes())["url"].rpartition(":")[2])
     except (FileNotFoundError, orjson.JSONDecodeError):
         return 0
-
-
-def _write(path: Path, data: dict[str, Any]) -> None:
-    """The whole file or none, readable by its owner alone."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
-    with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
-        file.write(orjson.dumps(data) + b"\n")
-    aside.replace(path)

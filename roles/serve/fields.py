@@ -13,7 +13,6 @@ dialects do.
 
 from __future__ import annotations
 
-import difflib
 import reprlib
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar, Self
@@ -21,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from rondo.roles.serve.limits import MAX_NAME, MAX_STOP_CHARS, MAX_STOPS
-from rondo.runtime.errors import ConfigError
+from rondo.runtime.errors import ConfigError, did_you_mean
 
 _SHOWN = reprlib.Repr()
 _SHOWN.maxstring = _SHOWN.maxother = 60
@@ -73,8 +72,7 @@ def refuse_unknown(given: Collection[str], known: Collection[str], ignored: Coll
     """ConfigError for a name that is neither known nor ignored."""
     for name in given:
         if name not in known and name not in ignored:
-            near = difflib.get_close_matches(name, [*known, *ignored], n=1) if len(name) <= MAX_NAME else []
-            advice = f"Did you mean {near[0]!r}?" if near else "Remove it"
+            advice = did_you_mean(name, [*known, *ignored] if len(name) <= MAX_NAME else (), "Remove it")
             raise ConfigError(f"{what} must have known fields only, got {shown(name)}. {advice}")
 
 

@@ -6,6 +6,9 @@ leaving it out would change the answer; other unknown names are ignored, as SGLa
     {"input_ids": [5, 6], "sampling_params": {"max_new_tokens": 2}, "return_logprob": true, "rid": "g7"}
       -> {"text": "..", "output_ids": [8, 9], "meta_info": {"id": "g7", "finish_reason": {"type": "length", "length": 2},
           "output_token_logprobs": [[-1.2, 8, null], ..], "weight_versions": [{"version": "3", "start": 0, "end": 2}], ..}}
+
+With `logprob_start_len` the prompt's own tokens are scored from there on; with `max_new_tokens` 0 no others are made: so teachers
+are asked.
 """
 
 from __future__ import annotations
@@ -13,19 +16,19 @@ from __future__ import annotations
 import base64
 import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 from pydantic import Field
 
 from rondo.roles.serve.answering import Asked
-from rondo.roles.serve.fields import Count, Fields, Name, shown
-from rondo.roles.serve.limits import MAX_NAME
+from rondo.roles.serve.fields import Fields, Name, shown
+from rondo.roles.serve.limits import MAX_NAME, MAX_TOPS
 from rondo.roles.serve.pieces import pieces_of
 from rondo.roles.serve.requests import Answer, Ask
 from rondo.roles.serve.sampling import Sampling, Seed, any_seed, require_samples
-from rondo.roles.serve.service import Service, in_slices
+from rondo.roles.serve.service import ScorePrompt, Service, in_slices
 from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.errors import ConfigError
 
@@ -41,7 +44,7 @@ class _Params(Sampling):
         "regex": (), "ebnf": (), "structural_tag": (), "stop_regex": (), "beam_width": (), "watermark": (), "choice": (),
     }  # fmt: skip
     ignored: ClassVar = frozenset({"stream_interval"})
-    max_new_tokens: Count = 128
+    max_new_tokens: int = Field(128, ge=0)
     seed: Seed = Field(default_factory=any_seed, alias="sampling_seed")
 
 
@@ -50,9 +53,7 @@ class GenerateBody(Fields):
         "input_embeds": (), "image_data": ([],), "video_data": ([],), "audio_data": ([],), "token_ids_logprob": ([],),
         "return_hidden_states": (False,), "return_indexer_topk": (False,), "return_entropy": (False,),
         "return_sampling_mask": (False,), "session_params": ({},), "lora_path": (), "custom_logit_processor": (),
-        "logprob_start_len": (-1,),
     }  # fmt: skip
-    why: ClassVar = {"logprob_start_len": "log-probs of the prompt are not computed"}
     ignored: ClassVar = None
     input_ids: Any = None
     text: Any = None
@@ -62,6 +63,7 @@ class GenerateBody(Fields):
     priority: int = 0
     session_id: Name | None = None
     return_logprob: Any = False
+    logprob_start_len: int = Field(-1, ge=-1)
     top_logprobs_num: int = Field(0, ge=0)
     return_text_in_logprobs: bool = False
     return_prompt_token_ids: bool = False
@@ -82,11 +84,35 @@ async def generate(service: Service, session: str | None, given: Any) -> Asked:
     rids = _rids(body.rid, count)
     asked = _Native(service, session, body, alone=not is_batch, log_probs=set(itertools.compress(rids, wants)))
     for rid, each, sampling, want in zip(rids, prompts, samplings, wants, strict=True):
+        prompt = await asked.prompt_of(each, "input_ids")
+        scored = prompt.tokens.size - body.logprob_start_len if want and body.logprob_start_len >= 0 else 0
+        _require_scores(service, scored, prompt.tokens.size, body.top_logprobs_num)
+        if not sampling.max_new_tokens:
+            if not scored:
+                raise ConfigError(
+                    "max_new_tokens must be at least 1, or 0 with return_logprob and logprob_start_len, got 0. Correct it"
+                )
+            asked.alone_scored.add(rid)
         asked.ask(
-            sampling, await asked.prompt_of(each, "input_ids"), rid, most=sampling.max_new_tokens,
-            num_top=body.top_logprobs_num if want else 0, priority=body.priority, affinity=body.session_id,
+            sampling, prompt, rid, most=sampling.max_new_tokens or 1,
+            num_top=body.top_logprobs_num if want and sampling.max_new_tokens else 0, priority=body.priority,
+            affinity=body.session_id,
         )  # fmt: skip
     return asked
+
+
+def _require_scores(service: Service, scored: int, length: int, num_top: int) -> None:
+    """`scored`: tokens of a prompt that are to be scored, the first of which nothing predicts."""
+    if scored and service.scores is None:
+        raise TurnedDown(501, "logprob_start_len must be -1 with this engine, which does not score prompts. Remove it")
+    if scored < 0 or scored == 1:
+        raise ConfigError(
+            f"logprob_start_len must leave two of {length} tokens or more of a prompt, got {length - scored}. Lower it"
+        )
+    if scored * num_top > MAX_TOPS:
+        raise ConfigError(
+            f"top_logprobs_num of all tokens that are scored must be at most {MAX_TOPS}, got {scored * num_top}. Ask for fewer"
+        )
 
 
 def _prompts(body: GenerateBody) -> tuple[list[Any], bool]:
@@ -147,6 +173,8 @@ class _Native(Asked):
         self._body = body
         self._alone = alone
         self._log_probs = log_probs
+        self.alone_scored: set[str] = set()  # the `rid`s for which nothing is generated
+        self._scored: dict[str, dict[str, Any]] = {}  # of each prompt, what its samples share
         self._told: dict[int, int] = {}  # of each sample of a stream, how many tokens it told
 
     async def whole(self, answers: Sequence[Answer]) -> Any:
@@ -162,10 +190,11 @@ class _Native(Asked):
 
     async def _shown(self, index: int, answer: Answer) -> dict[str, Any]:
         ask, body, sampled = self.asks[index], self._body, answer.sampled
-        tokens = sampled.tokens.tolist()
+        nothing = ask.rid in self.alone_scored
+        tokens = [] if nothing else sampled.tokens.tolist()
         meta: dict[str, Any] = {
             "id": ask.rid,
-            "finish_reason": _finish(answer),
+            "finish_reason": {"type": "length", "length": 0} if nothing else _finish(answer),
             "prompt_tokens": int(ask.prompt.size),
             "completion_tokens": len(tokens),
             "cached_tokens": 0,
@@ -178,7 +207,7 @@ class _Native(Asked):
             meta |= {"e2e_latency": answer.seconds, "weight_versions": spans(sampled.policy_versions)}
             if body.return_routed_experts:
                 meta["routed_experts"] = _experts(answer, body.routed_experts_start_len)
-        found: dict[str, Any] = {"text": answer.text, "output_ids": tokens, "meta_info": meta}
+        found: dict[str, Any] = {"text": "" if nothing else answer.text, "output_ids": tokens, "meta_info": meta}
         if body.return_prompt_token_ids:
             found["prompt_token_ids"] = ask.prompt.tolist()
         if not self._alone or len(self.asks) > 1:
@@ -203,6 +232,33 @@ class _Native(Asked):
                 range(len(tokens)), lambda at: [told(value, token) for token, value in answer.likeliest(at)]
             )
             found["input_top_logprobs"] = []
+        if answer.finish is not None and self._body.logprob_start_len >= 0 and self.service.scores is not None:
+            if ask.rid not in self._scored:
+                self._scored[ask.rid] = await self._score(self.service.scores, ask.prompt, told)
+            found |= self._scored[ask.rid]
+        return found
+
+    async def _score(
+        self, scores: ScorePrompt, prompt: np.ndarray, told: Callable[[float, int], Any]
+    ) -> dict[str, Any]:
+        """Of the prompt's tokens from `logprob_start_len` on, the first without a log-prob."""
+        start, num_top = self._body.logprob_start_len, self._body.top_logprobs_num
+        values, top_ids, tops = await scores(prompt, prompt.size - start - 1, num_top)
+        tokens = prompt[start:].tolist()
+
+        def own(at: int) -> Any:
+            if at:
+                return told(float(values[at - 1]), tokens[at])
+            return (None, tokens[0], told(0.0, tokens[0])[2])
+
+        def likeliest(at: int) -> Any:
+            pairs = zip(tops[at - 1].tolist(), top_ids[at - 1].tolist(), strict=True)
+            return [told(value, token) for value, token in pairs] if at else None
+
+        places = range(len(tokens))
+        found: dict[str, Any] = {"input_token_logprobs": await in_slices(places, own)}
+        if num_top:
+            found["input_top_logprobs"] = await in_slices(places, likeliest)
         return found
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
 import orjson
 from aiohttp import web
 from pydantic import BaseModel
@@ -37,6 +38,11 @@ DONE = b"data: [DONE]\n\n"
 SLICE = 128
 """Values that are written at a time."""
 T = TypeVar("T")
+
+
+ScorePrompt = Callable[[np.ndarray, int, int], Awaitable[tuple[np.ndarray, np.ndarray, np.ndarray]]]
+"""(tokens int32 [T], how many of the last are scored, K) -> log-probs float32 [R], and of the K likeliest at their places ids and
+log-probs [R, K]."""
 
 
 @dataclass(slots=True)
@@ -64,6 +70,8 @@ class Service:
     """Of the engine's weights."""
     weights: Callable[[], Iterable[tuple[str, Any]]] | None = None
     """What the engine holds: tensors under their names on disk."""
+    scores: ScorePrompt | None = None
+    """Scores given tokens under the engine's weights."""
     max_body_bytes: int | None = None
     trajectories: Trajectories = field(default_factory=Trajectories)
     requests: Requests = field(init=False)

@@ -15,7 +15,6 @@ micro-batches and ranks, it is the same gradient to rounding. A row is used once
 
 from __future__ import annotations
 
-import functools
 import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -33,14 +32,16 @@ from rondo.models.acceptance import accept
 from rondo.models.at_rest import AtRest, own_part, resident
 from rondo.models.host_memory import give_back_freed
 from rondo.models.load import load_model
+from rondo.models.lora import adapt, published_adapter
 from rondo.models.mesh import Mesh
-from rondo.models.names import local_part
+from rondo.models.names import adapter_tensors, local_part, memory_tensors
 from rondo.models.optimizer import learning_rate, make_optimizer
 from rondo.models.packing import Packing
 from rondo.models.parts import freeze
-from rondo.models.published import own_weights, published_shapes
+from rondo.models.published import own_adapter, own_weights, published_shapes
 from rondo.models.scaling import LossScale
 from rondo.models.state import load_training_state, training_state
+from rondo.models.value_head import give_value_head
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import JobConfig, OptimizerConfig, TrainConfig
 from rondo.roles.engines.embedded.shared_weights import Lent
@@ -100,20 +101,45 @@ class Update:
     grad_norm: float
 
 
-def open_model(config: JobConfig, path: str, mesh: Mesh, *, device: str, dtype: str = "float32") -> tuple[Any, Packing]:
+def open_model(
+    config: JobConfig,
+    path: str,
+    mesh: Mesh,
+    *,
+    device: str,
+    dtype: str | None = None,
+    adapters: torch.dtype | None = None,
+    values: bool = False,
+) -> tuple[Any, Packing]:
     """The model with the weights at `path` in `dtype`, cut over `mesh` and filled (collective); how it wants sequences. It
-    computes in float32 until it is told otherwise, and all of it is trained."""
+    computes in float32 until it is told otherwise.
+
+    None: as it is trained: all of it in float32, or with `train.lora` fresh adapters in float32 beside a base in the dtype of the
+    computation. adapters: the dtype of those that one in `dtype` has. `values`:
+    with a value head, and never with adapters."""
+    lora = None if values else config.train.lora
+    if dtype is None:
+        dtype, adapters = ("float32", None) if lora is None else (config.train.dtype, torch.float32)
     settle(config)
     if mesh.ranks is not None:
         give_back_freed()
-    cut = functools.partial(parallel.shard, mesh=mesh, param_dtype=config.train.dtype, encoders=config.train.encoders)
+
+    def cut(model: Any) -> None:
+        if values:
+            give_value_head(model)
+        parallel.shard(model, mesh, param_dtype=config.train.dtype, encoders=config.train.encoders)
+
     model = load_model(path, dtype=dtype, device=device, attn=config.model.attn, cut=cut)
-    return model, accept(model, attn=config.model.attn, dtype=config.train.dtype)
+    packing = accept(model, attn=config.model.attn, dtype=config.train.dtype)
+    if lora is not None and adapters is not None:
+        adapt(model, lora, seed=config.seed, dtype=adapters)
+    return model, packing
 
 
 def make_ready(model: Any, train: TrainConfig) -> Any:
     """`model` as it trains: parts of it frozen, in the precision of the settings."""
-    freeze(model, train.freeze, freeze_parameters=train.freeze_parameters, train_parameters=train.train_parameters)
+    if train.lora is None:
+        freeze(model, train.freeze, freeze_parameters=train.freeze_parameters, train_parameters=train.train_parameters)
     return parallel.compute_in(
         model, train.dtype, activation_checkpointing=train.activation_checkpointing, compiled=train.compile
     )
@@ -145,20 +171,22 @@ class Backend(Generic[AnyObjective]):
         mini_batches: int = 1,
         passes: int = 1,
         publishes: str = "float32",
+        adapters_alone: bool = False,
         offload: bool = False,
         scales: bool = False,
         lent: Lent | None = None,
         beside: Backend[Any] | None = None,
     ) -> None:
         """model: cut over `mesh`, or whole. num_steps: of the learning rate's schedule. mini_batches, passes: of a step.
-        publishes: the dtype of published weights. offload: moments lie in host memory. scales: the loss, as float16 needs it.
-        lent: the model to the engine of this process. beside: a backend of the same model, which rests while this one is used,
-        and whose mesh, groups, offload and scales it takes (collective without)."""
+        publishes: the dtype of published weights; adapters_alone: nothing else is. offload: moments lie in host memory. scales:
+        the loss, as float16 needs it. lent: the model to the engine of this process. beside: a backend of the same model, which
+        rests while this one is used, and whose mesh, groups, offload and scales it takes (collective without)."""
         self.model, self.objective = model, objective
         self.mesh: Mesh = beside.mesh if beside is not None else mesh or Mesh()
         self.device = next(model.parameters()).device
         self.lent = lent
         self._settings, self._num_steps, self._publishes = optimizer, num_steps, publishes
+        self._adapters_alone = adapters_alone
         self._mini_batches, self._passes = mini_batches, passes
         self._offload: bool = offload if beside is None else beside._offload
         self.optimizer = make_optimizer(
@@ -170,7 +198,8 @@ class Backend(Generic[AnyObjective]):
         self._scale = LossScale(self.optimizer, micro_batch_tokens=tokens) if self._scales else None
         self._at_rest = AtRest()
         self._groups: Groups = beside._groups if beside is not None else Groups.beside(self.mesh)
-        self._parameters = list(model.parameters())  # as they are between two forwards
+        # As they are between two forwards.
+        self._lasting = list((adapter_tensors(model) or memory_tensors(model)).values())
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._sums: LossSums | None = None
         self._trained: list[Span] = []
@@ -331,11 +360,11 @@ class Backend(Generic[AnyObjective]):
         load_training_state(self.model, self.optimizer, tensors, state)
 
     def checksum(self) -> int:
-        """32 bits over this rank's weights, which tell equal versions of equal layouts apart from others; no collective, on any
-        thread."""
+        """32 bits over this rank's weights, and what else a snapshot has of the model, which tell equal versions of equal layouts
+        apart from others; no collective, on any thread."""
         crc = 0
-        for parameter in self._parameters:
-            part = bucket_sum(host_bytes(local_part(parameter.detach())))
+        for tensor in self._lasting:
+            part = bucket_sum(host_bytes(local_part(tensor.detach())))
             crc = zlib.crc32(part.to_bytes(4, "little"), crc)
         return crc
 
@@ -349,14 +378,17 @@ class Backend(Generic[AnyObjective]):
         return zlib.crc32(b"".join(int(each).to_bytes(4, "little") for each in parts))
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(disk name, what this rank gives of it) of all that is published; the ranks of one copy give all of it (collective over
-        `publishing`). Asked for between two forwards; the next may run while they are iterated on another thread, but not the
-        optimizer."""
+        """(published name, what this rank gives of it) of all that is published; the ranks of a copy give all of it (collective
+        over `publishing`). Asked for between two forwards; the next may run while they are iterated on another thread, but not
+        the optimizer."""
         self._named()
-        return own_weights(self.model, self._publishes, beside=self.publishing)
+        give = own_adapter if self._adapters_alone else own_weights
+        return give(self.model, self._publishes, beside=self.publishing)
 
     def shapes(self) -> dict[str, torch.Tensor]:
-        """Disk name -> a tensor without memory, of all that is published."""
+        """Published name -> a tensor without memory, of all that is published."""
+        if self._adapters_alone:
+            return {name: tensor.to("meta") for name, tensor in published_adapter(self.model, self._publishes).items()}
         return published_shapes(self.model, self._publishes)
 
     @property
@@ -396,6 +428,10 @@ class Backend(Generic[AnyObjective]):
     def load_checkpoint(self, folder: Path) -> dict[str, Any]:
         return checkpoint.load(folder, self.model, self.optimizer)
 
+    def add_result(self, folder: Path, tokenizer_path: str) -> None:
+        """Write what others load of a checkpoint into it (collective)."""
+        checkpoint.add_result(folder, self.model, tokenizer_path, group=self._groups.saving)
+
     def export(self, folder: Path, tokenizer_path: str) -> None:
-        """Write a Hugging Face folder (collective)."""
+        """Write a Hugging Face folder, adapters merged (collective)."""
         checkpoint.export_hf(folder, self.model, tokenizer_path, group=self._groups.saving)

@@ -23,7 +23,9 @@ from rondo.runtime.worker.context import WorkerContext
 
 
 @asynccontextmanager
-async def follow_together(ctx: WorkerContext, job: Job, role: str, install: Install) -> AsyncIterator[asyncio.Event]:
+async def follow_together(
+    ctx: WorkerContext, job: Job, role: str, install: Install, every: int = 1
+) -> AsyncIterator[asyncio.Event]:
     """As `follow`, on every rank of the group, which enter and leave together. `install` returns when all ranks have copied."""
     name = f"weights of {role}"
     if ctx.rank:
@@ -40,7 +42,7 @@ async def follow_together(ctx: WorkerContext, job: Job, role: str, install: Inst
             yield
 
     try:
-        async with follow(ctx, job, role, install, turn) as first:
+        async with follow(ctx, job, role, install, turn, every) as first:
             yield first
             await installing.acquire()  # what is begun is ended on all ranks, and nothing else begins
     except* Stopping:

@@ -8,13 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from rondo.comm.bus.bus import Round, Row
-from rondo.comm.bus.group import NO_VERSION
 from rondo.roles.algorithms.algorithm import OldLogProbs
 from rondo.roles.config import JobConfig
 from rondo.roles.forward import media_of
-from rondo.roles.streams import ROUTED
+from rondo.roles.streams import COMPARED, ROUTED
 from rondo.roles.training.objective import TrainRow
 from rondo.roles.training.parity import RowSum, row_sum
+from rondo.roles.training.step_totals import ages_of
 
 Read = tuple[list[TrainRow], list[np.ndarray]]
 """The rows of a round, and how many versions old each of their tokens is."""
@@ -23,7 +23,10 @@ Read = tuple[list[TrainRow], list[np.ndarray]]
 def read(made: Round, config: JobConfig, *, old: OldLogProbs, has_actor_fwd: bool) -> Read:
     """Views of a round's rows, and of each how many versions old its sampled tokens are, int64. old: who gives old log-probs."""
     column = {"self": None, "actor_fwd": "log_probs", "rollout": "rollout_log_probs"}[old]
-    reference = "ref_log_probs" if config.loss().needs_reference else None
+    given = config.loss().needs_reference and not config.computes_reference
+    reference = "ref_log_probs" if given else None
+    taught = config.distillation
+    told = () if taught is None else ("teacher_log_probs",) if taught.top_k is None else COMPARED
     rows = [
         TrainRow(
             tokens=row.array("tokens"),
@@ -35,17 +38,18 @@ def read(made: Round, config: JobConfig, *, old: OldLogProbs, has_actor_fwd: boo
             policy_versions=row.array("policy_versions"),
             scored=(int(row.array("log_probs_version")[0]), row.array("log_probs")) if has_actor_fwd else None,
             media=media_of(row),
+            **{name: row.array(name) for name in told},
             routed_experts=row.array(ROUTED) if ROUTED in row.columns else None,
         )
         for row in made.rows
     ]
-    return rows, [made.step - row.policy_versions[row.policy_versions != NO_VERSION].astype(np.int64) for row in rows]
+    return rows, [ages_of(row.policy_versions, made.step) for row in rows]
 
 
 def sum_of(named: Row, row: TrainRow) -> RowSum:
     """All that the loss sees of a sample, but for its media, which the prompt stands for."""
     rest = (
         row.mask, row.advantages, row.rollout_log_probs, row.old_log_probs, row.ref_log_probs, row.policy_versions,
-        row.routed_experts,
+        row.routed_experts, row.teacher_log_probs, row.compared_ids, row.compared_log_probs,
     )  # fmt: skip
     return row_sum(named.group, named.sample, row.tokens, rest)

@@ -1,11 +1,11 @@
 """What the rows of a step were: sums over its rounds, then over all ranks, and the metrics that they make.
 
-Owns how rows are counted: tokens, rewards, and how many versions old tokens and samples are. Does not own what the trainer makes
-of them (`backend.py`), nor when a step is over (`roles/actor.py`).
+Owns how rows are counted: tokens, rewards, by modality too, and how many versions old tokens and samples are. Does not own what
+the trainer makes of them (`backend.py`), nor when a step is over (`roles/actor.py`).
 
     totals.add(rows, ages) ...        metrics |= totals.of(sum_over_ranks(totals.sums()))
 
-Invariant: additive; a row counts in the first pass over it.
+Invariant: additive; a row counts in the first pass over it, and a sample with the first of its rows.
 """
 
 from __future__ import annotations
@@ -16,42 +16,67 @@ from typing import Any
 import numpy as np
 
 from rondo.comm.bus.bus import Row
+from rondo.comm.bus.group import NO_VERSION
+from rondo.models.media.inputs import KINDS, MediaInputs, kinds_of
 
 
 class StepTotals:
     def __init__(self, max_staleness: int) -> None:
         self._num_ages = max_staleness + 1
         self._num_tokens, self._rewards = 0, np.zeros(4)  # `reward_sums`
+        self._of_kinds = np.zeros((len(KINDS), 5))  # the same of each kind of rows, and their response tokens
         self._ages: list[np.ndarray] = []
 
     def add(self, rows: Sequence[Row], ages: Iterable[np.ndarray]) -> None:
         """ages: int64 [sampled tokens] of each row, in versions."""
         self._num_tokens += sum(row.length for row in rows)
         self._rewards += reward_sums(rows)
+        for row in rows:
+            for kind in kinds_of(MediaInputs("", row.media).modalities if row.media is not None else ()):
+                self._of_kinds[KINDS.index(kind)] += [*reward_sums([row]), row.response]
         self._ages += ages
 
     def sums(self) -> list[float]:
         """Of this rank."""
-        by_sample = np.bincount([int(each.max()) for each in self._ages if len(each)], minlength=self._num_ages)
+        by_row = np.bincount([int(each.max()) for each in self._ages if len(each)], minlength=self._num_ages)
         by_token = np.bincount(np.concatenate([np.zeros(0, np.int64), *self._ages]), minlength=self._num_ages)
-        return [*map(float, (self._num_tokens, *by_sample, *by_token)), *self._rewards.tolist()]
+        kinds = self._of_kinds.ravel()
+        return [*map(float, (self._num_tokens, *by_row, *by_token)), *self._rewards.tolist(), *kinds.tolist()]
 
     def of(self, summed: Sequence[float]) -> dict[str, Any]:
         """The metrics of `sums` over all ranks."""
         tokens, *counts = summed
-        by_sample, by_token = counts[: self._num_ages], counts[self._num_ages : 2 * self._num_ages]
-        rewards = reward_figures(counts[2 * self._num_ages :])
+        by_row, by_token, *rest = np.split(np.array(counts), np.cumsum([self._num_ages, self._num_ages, 4]))
+        rewards = reward_figures(rest[0].tolist()) | figures_of_kinds(rest[1].reshape(len(KINDS), -1))
         return rewards | {
             "tokens": int(tokens),
-            "staleness_mean": sum(age * count for age, count in enumerate(by_sample)) / rewards["num_samples"],
-            "staleness_max": max(age for age, count in enumerate(by_sample) if count),
+            "staleness_mean": float(sum(age * count for age, count in enumerate(by_row)) / max(1, sum(by_row))),
+            "staleness_max": max((age for age, count in enumerate(by_row) if count), default=0),
             "staleness_tokens": {str(age): int(count) for age, count in enumerate(by_token) if count},
         }
 
 
+def figures_of_kinds(sums: np.ndarray) -> dict[str, Any]:
+    """Of the sums [kinds, 5] over a whole step, of which there are none where all rows are text: reward, length and how many were
+    cut off, of each kind that is there."""
+    if not sums[1:].any():
+        return {}
+    found: dict[str, Any] = {}
+    for kind, (*rewards, tokens) in zip(KINDS, sums.tolist(), strict=True):
+        if num_samples := rewards[2]:
+            told = reward_figures(rewards) | {"response_tokens": tokens / num_samples}
+            found |= {f"{name}_{kind}": value for name, value in told.items() if name != "num_failed"}
+    return found
+
+
+def ages_of(policy_versions: np.ndarray, step: int) -> np.ndarray:
+    """int64 [sampled tokens]: how many versions older than the one that a step trains on each of a row is."""
+    return step - policy_versions[policy_versions != NO_VERSION].astype(np.int64)
+
+
 def reward_sums(rows: Iterable[Row]) -> np.ndarray:
     """The sum of the rewards of some samples, how many have one, how many samples, and how many of them their limit cut off."""
-    scores = [(row.reward, row.finish == "length") for row in rows]
+    scores = [(row.reward, row.finish == "length") for row in rows if not row.part]
     given = [reward for reward, _ in scores if reward is not None]
     return np.array([sum(given), len(given), len(scores), sum(cut_off for _, cut_off in scores)], np.float64)
 

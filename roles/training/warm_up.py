@@ -9,15 +9,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from rondo.models.load import load_tokenizer
-from rondo.roles.config import JobConfig
+from rondo.roles.config import DpoConfig, JobConfig, SftConfig
 from rondo.roles.data.datasets import demonstrations
 from rondo.roles.data.fingerprints import Fingerprints
 from rondo.roles.data.media import preparer
 from rondo.roles.training.backend import Backend
-from rondo.roles.training.sft import AnswerLoss, fine_tune
+from rondo.roles.training.preference import open_dpo, pair_encoder
+from rondo.roles.training.sft import AnswerLoss, encoder, fine_tune, open_sft
+from rondo.roles.training.supervised import Encode, Learning
 from rondo.runtime.worker.context import WorkerContext
 
 
@@ -32,11 +35,36 @@ def train_on_demonstrations(
     """As the job asks for, with the tokenizer of the model at `path` (collective). False on every rank when it was cut short by a
     rank that should stop. DataChanged for demonstrations that are not those of the `fingerprints`."""
     assert config.sft is not None
+    rows, _ = demonstrations(config, fingerprints)
     return fine_tune(
-        backend, load_tokenizer(path), demonstrations(config, fingerprints), config.sft, config.demonstrated(),
-        max_prompt_tokens=config.prompt_limit(), prepare=None if config.media is None else preparer(path, config.media),
-        seed=config.seed, on_step=on_step, should_stop=should_stop,
+        backend, load_tokenizer(path), rows, config.sft, config.demonstrated(), max_prompt_tokens=config.prompt_limit(),
+        prepare=None if config.media is None else preparer(path, config.media), seed=config.seed, on_step=on_step,
+        should_stop=should_stop,
     )  # fmt: skip
+
+
+def open_learning(
+    config: JobConfig, path: str, run_dir: Path, *, world_size: int, device: str
+) -> tuple[Backend[Any], Callable[[int], Learning]]:
+    """The trainer of a job without rollouts, and from a position in its rows on what it learns (collective)."""
+    rows, held_out = demonstrations(config, Fingerprints.of_run(run_dir))
+    source, tokenizer = config.demonstrated(), load_tokenizer(path)
+    prepare = None if config.media is None else preparer(path, config.media)
+    own = config.own
+    encode: Encode
+    if isinstance(own, SftConfig):
+        backend: Backend[Any] = open_sft(config, path, world_size=world_size, device=device)
+        encode = encoder(tokenizer, own, source, max_prompt_tokens=config.prompt_limit(), prepare=prepare)
+    else:
+        assert isinstance(own, DpoConfig)
+        backend = open_dpo(config, path, world_size=world_size, device=device)
+        encode = pair_encoder(tokenizer, own, source, prepare=prepare)
+
+    def learning(position: int) -> Learning:
+        usable = backend.objective.known(encode) if isinstance(own, DpoConfig) else encode
+        return Learning(backend, usable, rows, held_out, own, source, seed=config.seed, position=position)
+
+    return backend, learning
 
 
 async def run_warm_up(

@@ -40,6 +40,8 @@ MAX_FRAME_BYTES = 1 << 30
 MAX_JOINED_BYTES = 64 << 10
 HELLO_S = 10.0
 """A connection that has not said hello after so long is dropped."""
+FRAME_S = 60.0
+"""A caller that has begun a frame too large for the scratch memory is, once nothing more of it came for so long."""
 
 CALL, REPLY, ERROR, CANCEL, WELCOME, REFUSAL = range(1, 7)
 
@@ -121,7 +123,9 @@ def _filled(node: Any, buffers: Sequence[memoryview]) -> Any:
     return node
 
 
-def _buffer_value(spec: list[Any], buffers: Sequence[memoryview]) -> bytes | np.ndarray:
+def _buffer_value(spec: Any, buffers: Sequence[memoryview]) -> bytes | np.ndarray:
+    if type(spec) is not list:
+        raise TypeError(f"{spec!r:.80} where a list tells a buffer")
     buffer = buffers[spec[0]]
     return bytes(buffer) if len(spec) == 1 else array_of(spec[1], spec[2], buffer)
 
@@ -150,7 +154,8 @@ class FrameProtocol(asyncio.BufferedProtocol):
         self._then: Callable[[], None] | None = None  # what to do when nothing is missing; None between frames
         self._frame = (0, 0, 0, 0)
         self._sizes: Sequence[int] = ()
-        self._hello_timer: asyncio.TimerHandle | None = None
+        self._came = 0  # bytes, ever
+        self._timer: asyncio.TimerHandle | None = None  # of the hello, then of frames
 
     # What subclasses define.
 
@@ -207,21 +212,29 @@ class FrameProtocol(asyncio.BufferedProtocol):
     def expect_hello(self, token: str, then: Callable[[], None]) -> None:
         """Reads exactly the hello and nothing behind it; calls `then` if it is right, else refuses."""
         hello = memoryview(bytearray(HELLO.size))
-        self._hello_timer = asyncio.get_running_loop().call_later(HELLO_S, self.transport.abort)
+        self._timer = asyncio.get_running_loop().call_later(HELLO_S, self.transport.abort)
 
         def check() -> None:
-            self._forget_hello()
+            self._forget_timer()
             self.peer, self.peer_max_frame_bytes = check_hello(hello, token, PROTOCOL_VERSION)
+            self._look(-1)
             then()
 
         self._expect([hello], check)
         self._direct, self._direct_from = hello, 1  # every byte of it in place: nothing behind it is read
 
-    def _forget_hello(self) -> None:
+    def _forget_timer(self) -> None:
         self._direct_from = _DIRECT_BYTES
-        if self._hello_timer is not None:
-            self._hello_timer.cancel()
-            self._hello_timer = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self, came: int) -> None:
+        """Whether more has come of a frame in hand, from time to time."""
+        if self._then is not None and self._came == came:
+            self.transport.abort()
+        else:
+            self._timer = asyncio.get_running_loop().call_later(FRAME_S, self._look, self._came)
 
     # Reading. The loop asks for memory, fills it, and says how much.
 
@@ -237,6 +250,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
         return self._view[self._end :]
 
     def buffer_updated(self, num_bytes: int) -> None:
+        self._came += num_bytes
         if self._direct is not None:
             self._rests[0] = self._direct[num_bytes:]
             self._direct = None
@@ -342,7 +356,7 @@ class FrameProtocol(asyncio.BufferedProtocol):
     def connection_lost(self, error: Exception | None) -> None:
         self.open = False
         self._then = None
-        self._forget_hello()
+        self._forget_timer()
         self.lost(error)
 
     def pause_writing(self) -> None:

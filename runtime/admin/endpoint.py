@@ -21,7 +21,6 @@ import asyncio
 import math
 import re
 import socket
-import ssl
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -115,7 +114,14 @@ class AdminServer:
         given = [] if config.token_file is None else [read_token_file(config.token_file)]
         guard = Guard([token], given, open_reads=is_loopback(config.host))
         self._http = HttpServer(
-            "rondo: a run", guard, _failed, Failed, _LIMITS, host=config.host, tls=_tls(config), audit=audit
+            "rondo: a run",
+            guard,
+            _failed,
+            Failed,
+            _LIMITS,
+            host=config.host,
+            tls=server_context(config.tls_cert, config.tls_key),
+            audit=audit,
         )
         self._closing = asyncio.Event()
         self._num_streams = 0
@@ -222,16 +228,12 @@ def listen(config: AdminConfig) -> socket.socket:
     certificate be read, and where a name that says loopback is none."""
     if config.token_file is not None:
         read_token_file(config.token_file)
-    _tls(config)
+    server_context(config.tls_cert, config.tls_key)
     listening = bind(config.host, config.port, "admin.port")
     if config.token_file is None and not is_loopback(host := listening.getsockname()[0]):
         listening.close()
         raise ConfigError(f"admin.host must be loopback without admin.token_file, got {config.host}: {host}. Set it")
     return listening
-
-
-def _tls(config: AdminConfig) -> ssl.SSLContext | None:
-    return server_context(config.tls_cert, config.tls_key) if config.tls_cert and config.tls_key else None
 
 
 def prometheus_lines(metrics: Mapping[str, Any], prefix: str = "rondo") -> Iterator[str]:

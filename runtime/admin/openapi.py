@@ -99,15 +99,17 @@ async def read(request: web.Request, operation: Operation) -> None:
 def document(title: str, version: str, mounted: Iterable[Mounted], failed: type[BaseModel]) -> dict[str, Any]:
     """OpenAPI 3.1 of these routes, as JSON values. `failed`: what every answer is that is no success."""
     told = [(each, each.operation) for each in mounted if each.operation is not None]
-    bodies = {operation.takes for _, operation in told if operation.takes is not None}
-    inputs: list[Any] = [(model, "validation", TypeAdapter(model)) for model in bodies]
+    read = {model for _, operation in told for model in (operation.takes, operation.query) if model is not None}
+    inputs: list[Any] = [(model, "validation", TypeAdapter(model)) for model in read]
     inputs += [(n, "serialization", TypeAdapter(operation.gives)) for n, (_, operation) in enumerate(told)]
     inputs.append(("failed", "serialization", TypeAdapter(failed)))
     found, defined = TypeAdapter.json_schemas(inputs, ref_template=_REFERENCES)
     otherwise = {"description": "Refused or failed.", "content": {JSON: {"schema": found["failed", "serialization"]}}}
     paths: dict[str, dict[str, Any]] = {}
     for number, (each, operation) in enumerate(told):
-        path, parameters = _place(each, operation)
+        query = {} if operation.query is None else found[operation.query, "validation"]
+        name = query.get("$ref", "").rpartition("/")[2]
+        path, parameters = _place(each, defined["$defs"][name] if name else query)
         schema = {"schema": found[number, "serialization"]}
         content = {} if operation.gives is None else dict.fromkeys(operation.media_types, schema)
         either = {"anyOf": [schema["schema"], found["failed", "serialization"]]} if JSON in content else None
@@ -140,15 +142,14 @@ def document(title: str, version: str, mounted: Iterable[Mounted], failed: type[
     }
 
 
-def _place(mounted: Mounted, operation: Operation) -> tuple[str, list[dict[str, Any]]]:
-    """A route's path as OpenAPI writes it, and the parameters in it and behind it."""
+def _place(mounted: Mounted, query: Mapping[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """A route's path as OpenAPI writes it, and the parameters in it and behind it, whose schema is `query`."""
     assert mounted.route.resource is not None
     info = mounted.route.resource.get_info()
     names = info["pattern"].groupindex if "pattern" in info else ()
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}} for name in names
     ]
-    query = {} if operation.query is None else operation.query.model_json_schema()
     for name, schema in query.get("properties", {}).items():
         parameters.append(
             {"name": name, "in": "query", "required": name in query.get("required", ()), "schema": schema}

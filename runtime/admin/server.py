@@ -12,6 +12,7 @@ mistake is told to him alone (`http_log.py`); no caller holds memory, a connecti
 from __future__ import annotations
 
 import asyncio
+import functools
 import resource
 import socket
 import ssl
@@ -26,6 +27,7 @@ from pydantic import BaseModel
 
 from rondo.runtime.admin import openapi
 from rondo.runtime.admin.guard import SCOPES, Guard, Rate, Scope, TurnedDown, Who
+from rondo.runtime.admin.handshake import HANDSHAKE_S, Handshakes
 from rondo.runtime.admin.http_log import HTTP_LOG, WRONGLY_ASKED
 from rondo.runtime.admin.openapi import BODY, Mounted, Operation
 from rondo.runtime.config import is_loopback
@@ -87,6 +89,7 @@ class HttpServer:
         self._options = {"access_log": None, "logger": HTTP_LOG, "shutdown_timeout": _CLOSE_S} | options
         self._runner: web.AppRunner | None = None
         self._server: asyncio.Server | None = None
+        self._handshakes: Handshakes | None = None
         self.port = 0
         self.route(
             "GET", "/openapi.json", self._openapi, scope="read", operation=Operation("This document.", dict[str, Any])
@@ -118,29 +121,37 @@ class HttpServer:
         )  # its connections have it too
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = max(1, min(self._limits.max_connections, files - _OTHER_FILES))
-        handshake_s = None if self._tls is None else self._limits.idle_s
-        self._server = await loop.create_server(
-            lambda: self._connection(most),
-            sock=listening,
-            ssl=self._tls,
-            backlog=1024,
-            ssl_handshake_timeout=handshake_s,
-        )
+        factory = functools.partial(self._connection, most)
         self.port = listening.getsockname()[1]
+        if self._tls is None:
+            self._server = await loop.create_server(factory, sock=listening, backlog=1024)
+            return
+        listening.listen(1024)
+        limit_s = min(HANDSHAKE_S, self._limits.idle_s)
+        self._handshakes = Handshakes(self._tls, factory, lambda: most - self._num_connected, limit_s)
+        self._handshakes.start(listening)
 
     async def close(self) -> None:
         """Safe to call twice."""
         if self._server is not None:
             self._server.close()
             self._server = None
+        if self._handshakes is not None:
+            await self._handshakes.close()
+            self._handshakes = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
+    @property
+    def _num_connected(self) -> int:
+        manager = None if self._runner is None else self._runner.server
+        return 0 if manager is None else len(manager.connections)
+
     def _connection(self, most: int) -> asyncio.Protocol:
         """What aiohttp makes of one more connection, or what hangs up on it."""
         manager = None if self._runner is None else self._runner.server
-        if manager is None or len(manager.connections) >= most:
+        if manager is None or self._num_connected >= most:
             words = f"at most {most} callers must be connected, got one more. Ask again"
             return _Full(self._told(503, "Refused", words, {"Retry-After": "1"}))
         return _Connection(

@@ -13,10 +13,18 @@ from rondo.runtime.admin.tokens import require_private
 from rondo.runtime.errors import ConfigError
 
 
-def server_context(cert: Path, key: Path) -> ssl.SSLContext:
-    """Of a server with that certificate, those that lead to its root behind it, and its key. ConfigError where they are none, or
-    others may read the key."""
-    require_private(key, "admin.tls_key")
+def server_context(
+    cert: Path | None, key: Path | None, settings: tuple[str, str] = ("admin.tls_cert", "admin.tls_key")
+) -> ssl.SSLContext | None:
+    """Of a server with that certificate, those that lead to its root behind it, and its key; None without them. ConfigError,
+    which names the settings, where they are none, or others may read the key."""
+    if cert is None or key is None:
+        if cert is not key:
+            raise ConfigError(
+                f"{' and '.join(settings)} must be set together, got {cert} and {key}. Set both, or neither"
+            )
+        return None
+    require_private(key, settings[1])
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     try:
@@ -24,7 +32,7 @@ def server_context(cert: Path, key: Path) -> ssl.SSLContext:
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         why = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
         raise ConfigError(
-            f"admin.tls_cert and admin.tls_key must be a certificate and its key without a password, both PEM, "
+            f"{' and '.join(settings)} must be a certificate and its key without a password, both PEM, "
             f"got {cert} and {key} ({why}). Check the files"
         ) from None
     return context

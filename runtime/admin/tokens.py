@@ -1,4 +1,4 @@
-"""Token files: read and judged. Apart from `server.py` so that `rondo check` need not import a server."""
+"""Files of secrets: written, read and judged. Apart from `server.py` so that `rondo check` need not import a server."""
 
 from __future__ import annotations
 
@@ -23,6 +23,12 @@ def read_token_file(path: Path, setting: str = "admin.token_file") -> str:
     if not all(0x20 < byte < 0x7F for byte in token):
         raise ConfigError(f"{setting} must hold one line of ASCII without spaces. Run: openssl rand -hex 32 > {path}")
     return token.decode()
+
+
+def write_private(path: Path, text: str) -> None:
+    """A new file that only its owner can read. FileExistsError where there is one."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+        file.write(text)
 
 
 def require_private(path: Path, setting: str) -> bytes:

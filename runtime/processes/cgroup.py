@@ -8,17 +8,25 @@ starts into the group that RONDO_CGROUP names (`guard.py`), and whatever that st
     group = Cgroup.make("rondo-1a2b3c4d")           # None where it cannot be made
     group.end(deadline_s=15)                        # SIGKILL for all of them; True once none is left
     group.remove()
+
+Its maker keeps its folder locked; one that nobody has locked is left over from a run that was killed together with who sweeps
+behind it, and goes when the next group is made.
 """
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 PROCS = "cgroup.procs"
+_NAMES = "rondo-????????"
+"""As run-time directories are named."""
 _PAUSE_S = 0.01
+_LOCKS: dict[Path, int] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +41,11 @@ class Cgroup:
         own = _own()
         if own is None:
             return None
+        sweep(own)
         group = cls(own / name)
         try:
             group.path.mkdir()
+            lock(group.path, fcntl.LOCK_SH)
         except OSError:  # not ours to make: another user's, or read-only
             return None
         if (group.path / "cgroup.kill").exists():
@@ -63,6 +73,28 @@ class Cgroup:
         """Of an empty group. Safe to call twice."""
         with contextlib.suppress(OSError):
             self.path.rmdir()
+        if self.path in _LOCKS:
+            os.close(_LOCKS.pop(self.path))
+
+
+def lock(path: Path, how: int) -> None:
+    """Locks a group's folder until it is removed, or this process ends. OSError where it is gone, or locked otherwise."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, how | fcntl.LOCK_NB)
+        path.stat()  # it may have gone before it was locked
+    except OSError:
+        os.close(fd)
+        raise
+    _LOCKS[path] = fd
+
+
+def sweep(above: Path) -> None:
+    """Takes away groups of runs that are over, in which nothing is."""
+    for path in above.glob(_NAMES):
+        with contextlib.suppress(OSError):
+            lock(path, fcntl.LOCK_EX)
+            Cgroup(path).remove()
 
 
 def _own() -> Path | None:

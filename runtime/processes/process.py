@@ -254,6 +254,18 @@ def when_over(pid: int, then: Callable[[], None]) -> Callable[[], None]:
     return stop
 
 
+async def over(pid: int) -> None:
+    """Waits until the process has ended, however long it takes. ProcessLookupError as of `when_over`."""
+    import asyncio
+
+    ended = asyncio.Event()
+    stop = when_over(pid, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        stop()
+
+
 def reap(children: Iterable[Stat]) -> int:
     """Collects the zombies among children, and returns how many there were."""
     num_reaped = 0

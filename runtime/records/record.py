@@ -1,4 +1,4 @@
-"""Record: what a run writes down while it lasts. JSONL files, and log lines of `key=value`.
+"""Record: what a run writes down while it lasts. JSONL files, files that are whole or not there, and log lines of `key=value`.
 
 Owns the form of a line, that it begins on a line of its own, and reading lines back. Does not own what is worth a line.
 Invariants: one record is one `write(2)` with O_APPEND, so records of several processes never mix and a killed writer leaves
@@ -121,6 +121,19 @@ def log_to_stderr(process_fields: Mapping[str, object], level: int = logging.INF
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(KeyValueFormatter(process_fields))
     logging.basicConfig(level=level, handlers=[handler], force=True)
+
+
+def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """The whole file or none, also where the power fails: aside first, flushed, then renamed over what was there."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def last_lines(path: Path, num_lines: int = 30, num_bytes: int = 64 * 1024) -> tuple[str, ...]:

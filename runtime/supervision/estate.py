@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Set
 from pathlib import Path
 
+from rondo.runtime.admin.tokens import write_private
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.memory.segments import Registration, SegmentServer
 from rondo.runtime.processes.cgroup import Cgroup
@@ -46,7 +47,7 @@ class Estate:
             self.janitor = Janitor(self.rt_dir, self.cgroup)
             ends.callback(self.janitor.close)
             self.token = secrets.token_hex(32)
-            _write_private(self.rt_dir / "token", self.token)
+            write_private(self.rt_dir / "token", self.token)
             self.store_socket = socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG)
             ends.callback(self.store_socket.close)
             self.segments = SegmentServer(self.rt_dir / "handover.sock", self.token, on_register)
@@ -88,9 +89,3 @@ def _folder(longest_name: str) -> Path:
     raise ConfigError(
         f"names of role groups must be shorter, got {longest_name!r}: the path of a Unix socket is limited"
     )
-
-
-def _write_private(path: Path, text: str) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)

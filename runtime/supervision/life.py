@@ -35,6 +35,8 @@ class Life:
     """Once it is gone, it is forgotten."""
     again: bool = False
     """Should it end, by itself or by us, it starts again, and nothing has failed."""
+    kept: bool = False
+    """It left to start again and saved nothing: its newest version is in its hot snapshot alone."""
     on_trial: bool = False
     """It came into a running run, and has never been ready: beyond its limit it is given up, and nothing escalates."""
     streak: int = 0

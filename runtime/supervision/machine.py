@@ -238,8 +238,8 @@ class Supervision:
         return self._start(life, now)
 
     def drain(self, name: str, now: float, *, deadline_s: float, again: bool = False) -> list[Action]:
-        """A role group without state ends what it has, and leaves; killed after `deadline_s`. Then it is forgotten, or starts
-        `again`. One that is not up has nothing to end: it is forgotten at once, or goes on to start."""
+        """A role group ends what it has (one that trains, its step), and leaves; killed after `deadline_s`. Then it is forgotten,
+        or starts `again`. One that is not up has nothing to end: it is forgotten at once, or goes on to start."""
         assert self.phase is Phase.RUNNING
         life = self._lives[name]
         if again and life.state in COMING | OVER:
@@ -284,6 +284,7 @@ class Supervision:
             actions: list[Action] = [Note("stopping", {"reason": reason, "grace_s": grace_s})]
             for life in self._lives.values():
                 life.leave_by = now + grace_s
+                life.failed = life.failed or life.kept
                 life.comes_up = comes_up and life.child.saves and (life.failed or life.state in COMING)
                 life.failed = life.failed and (life.serves_alone or life.comes_up)
                 if life.comes_up:
@@ -310,6 +311,14 @@ class Supervision:
         """Why a role group that leaves saves nothing, as it tells."""
         if name in self._lives:
             self._unsaved = self._unsaved or Cause(name, self._lives[name].incarnation, what)
+
+    def kept(self, name: str, now: float) -> None:
+        """A role group that was to start again leaves its newest version in its hot snapshot: at a stop it comes up to save."""
+        life = self._lives.get(name)
+        if life is not None:
+            life.kept = True
+            if self.phase is Phase.STOPPING and life.state is State.LEAVING and now < life.leave_by:
+                life.failed = life.comes_up = True
 
     def fatal(self, name: str, what: str, now: float) -> list[Action]:
         """Something that no restart repairs, as told by a child: the run fails with this as its cause; one that is being stopped
@@ -432,7 +441,7 @@ class Supervision:
     def _start(self, life: Life, now: float) -> list[Action]:
         life.incarnation += 1
         life.state, life.started_at, life.ready_at, life.failed, life.again = State.STARTING, now, None, False, False
-        life.registered, life.ready = {}, set()
+        life.registered, life.ready, life.kept = {}, set(), False
         self._standstill.started(life.child.name)
         return [Start(life.child.name, life.incarnation, self.attempt)]
 

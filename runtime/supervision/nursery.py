@@ -44,7 +44,7 @@ from typing import Any, NoReturn
 
 from rondo.runtime.errors import DeadlineExceeded, WorkerDied
 from rondo.runtime.processes.guard import PARENT_PID, die_with_parent
-from rondo.runtime.processes.process import exit_text, when_over
+from rondo.runtime.processes.process import exit_text, over
 from rondo.runtime.records.record import last_lines
 from rondo.runtime.reference import load_reference
 from rondo.runtime.supervision.launcher import STORE_MAIN, TORCHRUN_MAIN, Job, start
@@ -87,12 +87,7 @@ class Forked:
 
     async def ended(self) -> int:
         """Waits for its end, however long it takes, and returns how it ended."""
-        over = asyncio.Event()
-        stop = when_over(self.pid, over.set)
-        try:
-            await over.wait()
-        finally:
-            stop()
+        await over(self.pid)
         return self.wait()
 
     def send_signal(self, number: int) -> None:

@@ -158,7 +158,8 @@ class Supervisor(Actor):
         self._do(self._machine.add(Child(spec.name, spec.num_processes), time.monotonic()))
 
     def drain_group(self, name: str, *, deadline_s: float, again: bool = False) -> None:
-        """A role group without state ends what it has and leaves: for good, or to start again. Refused unless the run goes on."""
+        """A role group ends what it has and leaves: for good, where it has no state, or to start again. Refused unless the run
+        goes on."""
         self._check_goes_on()
         self._do(self._machine.drain(name, time.monotonic(), deadline_s=deadline_s, again=again))
 
@@ -403,7 +404,8 @@ class Supervisor(Actor):
     async def report(self, source: str, kind: str, data: dict[str, Any]) -> None:
         """A record of `source`. Kinds with a meaning here: "metrics" (goes to metrics.jsonl), "committed" (progress; its
         "version" counts committed steps), "journal_waits" (progress), "checkpoint" (took "save_s"), "unsaved" ("cause": why a
-        stop saves nothing), "stop" (for a "reason"), "fatal" ("cause" ends the run)."""
+        stop saves nothing), "kept" (it leaves to start again, without saving), "stop" (for a "reason"), "fatal" ("cause" ends the
+        run)."""
         self._ledger.record(source, kind, data)
         if kind == "committed":
             self._machine.committed(time.monotonic())
@@ -412,6 +414,8 @@ class Supervisor(Actor):
             self._do(self._machine.saved(data["save_s"]))
         elif kind == "unsaved":
             self._machine.unsaved(source, str(data.get("cause", "unknown")))
+        elif kind == "kept":
+            self._machine.kept(source, time.monotonic())
         elif kind == "journal_waits":  # everything waits, and it is known for what
             self._machine.progressed(time.monotonic())
         elif kind == "stop":

@@ -22,7 +22,7 @@ from tests.strength import strength
 
 KILLS = int(os.environ.get("RONDO_CHAOS_KILLS", strength(quick=3, full=20)))
 SEED = int(os.environ.get("RONDO_CHAOS_SEED", "1"))
-NUM_STEPS = strength(quick=150, full=1500)
+NUM_STEPS = strength(quick=90, full=1500)
 APART_S = strength(quick=4, full=15)
 """The longest from one kill to the next; the shortest is none."""
 

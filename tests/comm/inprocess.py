@@ -82,9 +82,10 @@ class Roster:
     def __init__(self) -> None:
         self.groups: dict[str, dict[str, Any]] = {}
         self.dead: list[list[Any]] = []
+        self.draining = False
 
     async def call(self, method: str, *_: Any, **__: Any) -> Any:
-        return {"attempt": 0, "draining": False, "groups": self.groups, "dead": self.dead}
+        return {"attempt": 0, "draining": self.draining, "groups": self.groups, "dead": self.dead}
 
 
 class InProcess:

@@ -10,18 +10,21 @@ import openai
 import orjson
 
 from rondo.launch.report.status import show_status
+from rondo.runtime.admin.tls import client_context
 from tests.e2e.runs import Running
 
 
 def ask_the_policy(process: Running, run: Path, capsys: Any) -> Path:
-    """Asks until newer weights answer, and looks at what the endpoint kept of it. Where the endpoint is written down."""
+    """Asks over TLS until newer weights answer, and looks at what the endpoint kept of it. Where the endpoint is written down."""
     [record] = (run / "endpoints").glob("*.json")
     assert stat.S_IMODE(record.stat().st_mode) == 0o600
     told = orjson.loads(record.read_bytes())
     assert show_status(run) == 0
     assert told["url"] in capsys.readouterr().out
     token = Path(told["token_path"]).read_text().strip()
-    with openai.OpenAI(base_url=f"{told['url']}/v1", api_key=token, max_retries=0) as client:
+    secure = openai.DefaultHttpxClient(verify=client_context(Path(told["tls_cert"])))
+    assert told["url"].startswith("https://")
+    with openai.OpenAI(base_url=f"{told['url']}/v1", api_key=token, max_retries=0, http_client=secure) as client:
         versions = _ask_until_newer(client, process, told["model"])
         with_token = {"Authorization": f"Bearer {token}"}
         kept = client.get(f"{told['url']}/rondo/trajectories/agent", cast_to=object, options={"headers": with_token})

@@ -17,6 +17,7 @@ from rondo.roles.config import (
     AlgorithmConfig,
     DataConfig,
     EvalConfig,
+    ReferenceConfig,
     RewardConfig,
     RolloutConfig,
     SftConfig,
@@ -106,11 +107,12 @@ config = RunConfig(
         ),  # all that score share one process's imports
     ),
     model=ModelConfig(build="rondo.models.tiny.qwen3_omni:build"),
-    data=DataConfig(rows=rows, apply_chat_template=True, shuffle=False, held_out=6),
+    data=DataConfig(rows=rows, apply_chat_template=True, shuffle=False, balance="natural", held_out=6),
     media=MediaConfig(video_min_tokens=4, max_group_bytes=1 << 20),
     evaluation=EvalConfig(num_prompts=6),
     reward=RewardConfig(function=wordy, max_failures=1),
-    algorithm=AlgorithmConfig(kl_coef=0.01),
+    algorithm=AlgorithmConfig(kl_coef=0.01, kl="k1", kl_in="reward"),
+    reference=ReferenceConfig(refresh_every=3),
     rollout=RolloutConfig(
         prompts_per_step=6, samples_per_prompt=4, max_prompt_tokens=128, max_new_tokens=4, num_slots=16
     ),

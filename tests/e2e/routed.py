@@ -1,7 +1,13 @@
 """A run with router replay whose trainer and actor_fwd would by themselves send every token to other experts than the engine.
 
 The recorded experts alone make their log-probs those of the engine, which the settings demand; with `forget` they are thrown away
-in front of the trainer. `python -m tests.e2e.routed FOLDER MODE [forget] [SETTING=VALUE ...]`
+in front of the trainer. With `train.router_replay=r2` actor_fwd goes its own way, which is the engine's, and records it.
+
+With `pictures` prompts show some, layers are computed again in the backward, and every new version interrupts. Each rank that
+trains writes what its micro-batches held into `seen.RANK.jsonl` of the run, and ends where a router sends a token elsewhere than
+it was recorded, in a forward or in what is computed again.
+
+    python -m tests.e2e.routed FOLDER MODE [forget] [pictures] [SETTING=VALUE ...]
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 
 from rondo.comm.bus.bus import Round
@@ -21,18 +28,22 @@ from rondo.launch.modes import colocate, fully_async, hybrid
 from rondo.launch.plan import group_specs
 from rondo.launch.train import TrainOptions
 from rondo.models.config import ModelConfig
-from rondo.models.routing import routers_of
+from rondo.models.media.config import MediaConfig
+from rondo.models.packing import PackedBatch
+from rondo.models.routing import listen, routers_of
 from rondo.roles.actor import ActorRole, Read
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 from rondo.roles.forward import ActorForwardRole
 from rondo.roles.training.backend import Backend
-from rondo.roles.training.objective import PolicyObjective
+from rondo.roles.training.objective import PolicyObjective, TrainRow
 from rondo.runtime.supervision.spec import GroupSpec
+from tests.e2e.omni import image, picture, question
+from tests.strength import LONG
 
 NAME, NUM_STEPS, NUM_EXPERTS = "routed", 5, 4
 MODES = {
     "fully_async": fully_async(actor_processes=2, actor_fwd_replicas=1),
-    "hybrid": hybrid(actor_fwd=True),
+    "hybrid": hybrid(actor_fwd=True, processes=2 if LONG else 1),
     "colocate": colocate(processes=2),
 }
 
@@ -48,10 +59,49 @@ def divert(model: Any) -> None:
         router.register_forward_hook(beside, prepend=True)
 
 
+def some_with_pictures() -> list[dict[str, Any]]:
+    return [{"prompt": question(*([image(picture(n))] if n % 4 else [])), "label": str(n)} for n in range(40)]
+
+
+class Watch:
+    """What a trainer computes, micro-batch by micro-batch."""
+
+    def __init__(self, trainer: Backend[PolicyObjective], file: Path) -> None:
+        self._packed: PackedBatch | None = None
+        self._file, self._num_checked, self._told = file, 0, dict[str, Any]()
+        self._pack, trainer.objective._packed = trainer.objective._packed, self._seen  # type: ignore[method-assign]
+        listen(trainer.model, self._check)
+
+    def _seen(self, rows: Any) -> PackedBatch:
+        if self._told:
+            with self._file.open("ab") as file:
+                file.write(orjson.dumps(self._told | {"checked": self._num_checked}) + b"\n")
+        packed, self._num_checked = self._pack(rows), 0
+        self._packed, self._told = packed, self._of(rows, packed)
+        return packed
+
+    def _of(self, rows: list[TrainRow], packed: PackedBatch) -> dict[str, Any]:
+        return {
+            "rows": len(rows),
+            "pictures": sum(row.media is not None for row in rows),
+            "prompts": len({own[0] for own in packed.pieces}),
+            "interrupted": sum(len(set(row.policy_versions.tolist())) > 1 for row in rows),
+            "recorded": 0 if packed.routes is None else int(packed.routes.recorded.sum()),
+        }
+
+    def _check(self, layer: int, experts: torch.Tensor) -> None:
+        assert self._packed is not None
+        if (routes := self._packed.routes) is not None:
+            where = routes.recorded
+            assert torch.equal(experts[where], routes.experts[where, layer].to(experts.dtype))
+            self._num_checked += int(where.sum())
+
+
 class DivertedActor(ActorRole):
     def _open_trainer(self) -> Backend[PolicyObjective]:
         trainer = super()._open_trainer()
         divert(trainer.model)
+        Watch(trainer, self._ctx.run_dir / f"seen.{self._ctx.rank}.jsonl")
         return trainer
 
     def _read(self, made: Round) -> Read:
@@ -76,9 +126,13 @@ class DivertedForward(ActorForwardRole):
         return scorer
 
 
-def config_of(folder: Path, mode: str) -> RunConfig:
+def config_of(folder: Path, mode: str, *, pictures: bool = False) -> RunConfig:
     staleness = 0 if mode == "colocate" else 2
-    interrupted: dict[str, Any] = {"on_new_weights": "interrupt", "max_interruptions": 1} if staleness else {}
+    interrupted: dict[str, Any] = {"on_new_weights": "interrupt"} if staleness else {}
+    if staleness and not pictures:
+        interrupted["max_interruptions"] = 1
+    sizes = {"hidden_size": 64, "num_experts": NUM_EXPERTS, "moe_intermediate_size": 32, "tie_embeddings": False}
+    rows = "tests.e2e.routed:some_with_pictures" if pictures else "tests.e2e.updates:words"
     return RunConfig(
         name=NAME,
         run_dir=folder,
@@ -86,26 +140,27 @@ def config_of(folder: Path, mode: str) -> RunConfig:
         max_staleness=staleness,
         groups=MODES[mode],
         model=ModelConfig(
-            build="rondo.models.tiny.qwen3:build",
-            build_args={
-                "hidden_size": 64, "num_experts": NUM_EXPERTS, "moe_intermediate_size": 32, "tie_embeddings": False,
-            },  # as SGLang serves mixtures
-        ),
-        data=DataConfig(rows="tests.e2e.updates:words"),
+            build=f"rondo.models.tiny.{'qwen3_vl' if pictures else 'qwen3'}:build", build_args=sizes
+        ),  # as SGLang serves mixtures
+        data=DataConfig(rows=rows, apply_chat_template=pictures),
+        media=MediaConfig(max_group_bytes=1 << 20) if pictures else None,
         reward=RewardConfig(function="tests.e2e.updates:parity"),
         algorithm=AlgorithmConfig(old_log_probs="actor_fwd" if staleness else "auto"),
         rollout=RolloutConfig(
-            prompts_per_step=4, samples_per_prompt=4, max_prompt_tokens=8, max_new_tokens=48, num_slots=8, **interrupted
+            prompts_per_step=4, samples_per_prompt=4, max_prompt_tokens=64 if pictures else 8, max_new_tokens=48,
+            num_slots=8, **interrupted,
         ),
         train=TrainConfig(
-            lr=1e-3, micro_batch_tokens=160, router_replay=True, max_log_prob_gap=1e-5,
-            activation_checkpointing=mode != "hybrid",
+            lr=1e-3, micro_batch_tokens=512 if pictures else 160, router_replay="r3", max_log_prob_gap=1e-5,
+            activation_checkpointing=pictures or mode != "hybrid",
         ),
     )  # fmt: skip
 
 
-def diverted(spec: GroupSpec, *, forget: bool) -> GroupSpec:
-    other = {"actor": ForgetfulActor if forget else DivertedActor, "actor_fwd": DivertedForward}
+def diverted(spec: GroupSpec, *, forget: bool, replay: str) -> GroupSpec:
+    other: dict[str, type] = {"actor": ForgetfulActor if forget else DivertedActor}
+    if replay == "r3":
+        other["actor_fwd"] = DivertedForward
     roles = [
         f"tests.e2e.routed:{other[role].__name__}" if role in other else path
         for role, path in zip(spec.role_names, spec.roles, strict=True)
@@ -115,6 +170,8 @@ def diverted(spec: GroupSpec, *, forget: bool) -> GroupSpec:
 
 if __name__ == "__main__":
     folder, mode, *rest = sys.argv[1:]
-    config = override(config_of(Path(folder), mode), [text for text in rest if text != "forget"])
-    specs = tuple(diverted(spec, forget="forget" in rest) for spec in group_specs(config))
+    config = config_of(Path(folder), mode, pictures="pictures" in rest)
+    config = override(config, [text for text in rest if "=" in text])
+    replay = config.train.router_replay
+    specs = tuple(diverted(spec, forget="forget" in rest, replay=replay) for spec in group_specs(config))
     sys.exit(train.main(config, TrainOptions(Path(__file__), plain=True), groups=specs))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import orjson
 
+from rondo.comm.bus.journal import files, read
 from rondo.launch.report.records import step_records
 from tests.e2e.runs import ROOT, command, finish, left_behind, start
 
@@ -27,7 +28,20 @@ def test_every_modality_trains_through_deaths_and_what_is_broken_is_quarantined_
         for record in step_records(ended.run_dir / "metrics.jsonl")
     ]
     assert all("log_prob_gap" in names for names in gaps)
-    assert summary["log_prob_gap"].keys() == {"all", "text", "image", "audio", "video"}
+    # The reference was the actor of version 0, and then of one in three; the KL to it was told of every step.
+    proved = [
+        event["version"]
+        for file in files(ended.run_dir / "journal")
+        for event in read(file)
+        if event["event"] == "proved" and event["reader"].endswith("/reference.0")
+    ]
+    assert proved[0] == 0 and len(proved) >= 2 and len({version // 3 for version in proved}) == len(proved)
+    assert all("kl" in record for record in step_records(ended.run_dir / "metrics.jsonl"))
+    kinds = summary["modalities"]
+    assert summary["log_prob_gap"].keys() == {"all", *kinds} and kinds.keys() >= {"text", "image", "audio", "video"}
+    assert all(0 < found["num_samples"] <= summary["samples_trained"] for found in kinds.values())
+    figures = {"num_samples", "reward_first", "reward_last", "response_tokens", "clip_fraction"}
+    assert any(found.keys() == figures for found in kinds.values())
     assert max(summary["log_prob_gap"].values()) < 1e-5
     warmed = [orjson.loads(text) for text in (ended.run_dir / "events.jsonl").read_bytes().splitlines()]
     assert max(event["skipped"] for event in warmed if event["kind"] == "sft") > 0

@@ -20,6 +20,7 @@ from rondo.runtime.checkpoints import newest_complete
 from tests.e2e.agent import ask_the_policy
 from tests.e2e.runs import QUICKSTART, ROOT, Ended, command, finish, left_behind, read_until, start, train
 from tests.launch.hand import crossing
+from tests.runtime.admin.certificates import CERT, KEY
 
 ROLES = ("rollout", "actor_fwd", "reference", "advantages", "actor", "coordinator")
 PATIENCE_S = 120.0
@@ -120,7 +121,11 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     planted = tmp_path / "planted"
     planted.write_text("planted-" + "s" * 32)
     planted.chmod(0o600)
-    sets = (*endless, f"groups={FEWER}", f"admin.token_file={planted}")  # everything starts three times
+    for kind, text in (("cert", CERT), ("key", KEY)):
+        (tmp_path / kind).write_text(text)
+        (tmp_path / kind).chmod(0o600)
+    secure = (f"rollout.endpoint.tls_cert={tmp_path}/cert", f"rollout.endpoint.tls_key={tmp_path}/key")
+    sets = (*endless, *secure, f"groups={FEWER}", f"admin.token_file={planted}")  # everything starts three times
     running = start(command(tmp_path, "--kill", "store@5", sets=sets, config=config), tmp_path)
     read_until(running, "step=1/")
     config.write_text(config.read_text().replace("return 2.0 *", "return 7.0 *"))
@@ -198,8 +203,9 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
 def comes_and_goes(run: str, capsys: Any) -> None:
     """A second replica generates, and leaves again, in a run that goes on."""
     for line, last in (
-        ("scale rollout 3 --dry-run", "PENDING"), ("restart rollout --dry-run", "PENDING"),
+        ("scale rollout 3 --dry-run", "PENDING"), ("restart rollout actor --dry-run", "PENDING"),
         ("scale rollout 2 --wait", "ACTIVE"), ("scale rollout 2 --wait", "NOOP"), ("scale rollout 1 --wait", "COMPLETED"),
+        ("restart actor --wait", "COMPLETED"),
     ):  # fmt: skip
         assert cli.main([*line.split(), "--run", run]) == 0
         assert last in capsys.readouterr().out.splitlines()[-1]

@@ -21,7 +21,7 @@ def train(folder: Path, mode: str, *arguments: str) -> Running:
     folder.mkdir(exist_ok=True)
     text = (ROOT / "tests" / "e2e" / "updates.py").read_text()
     module = folder / "updates.py"
-    module.write_text(text.replace('groups=MODES["fully_async"]', f'groups=MODES["{mode}"]'))
+    module.write_text(text.replace('**MODES["fully_async"]', f'**MODES["{mode}"]'))
     return start([*command(folder)[:4], str(module), "--set", f"run_dir={folder}", *arguments], folder)
 
 
@@ -76,6 +76,12 @@ def test_two_ranks_that_generate_too_and_two_that_are_killed_make_the_same_updat
         whole(apart, folders["hybrid"], beyond="clip", restarts={"actor": 1}),
     ]
     assert first_difference(runs[0].run_dir, runs[1].run_dir) is None
+    steps = step_records(runs[0].run_dir / "metrics.jsonl")
+    assert all(record["teacher_divergence"] > 0 for record in steps)  # of each row's own teacher, on both ranks
+    scored = {
+        span.process for span in read_run(runs[0].run_dir)[0] if span.lane == "teacher" and span.name == "forward"
+    }
+    assert scored == {"actor-0.0", "actor-0.1"}
     assert all(set(ended.summary["staleness_histogram"]) == {"0"} for ended in runs)
     leased = [event for file in files(runs[0].run_dir / "journal") for event in read(file) if event["event"] == "grant"]
     assert {event["rank"] for event in leased} == {0, 1}  # both generated

@@ -1,21 +1,48 @@
-"""Several updates a step, with mini-batches, passes, whitening, masked corrections, dynamic sampling and spare groups at once."""
+"""Several updates a step, with mini-batches, passes, whitening, masked corrections, dynamic sampling and spare groups at once.
+
+Where scoring shares the trainer's processes there are two teachers, one for each half of the rows.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 from rondo.launch.config import RunConfig
 from rondo.launch.modes import colocate, fully_async, hybrid
 from rondo.models.config import ModelConfig
-from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
+from rondo.roles.config import (
+    AlgorithmConfig,
+    DataConfig,
+    DistillationConfig,
+    RewardConfig,
+    RolloutConfig,
+    TeacherConfig,
+    TrainConfig,
+)
 
-MODES = {
-    "fully_async": fully_async(actor_processes=2),
-    "hybrid": hybrid(processes=2),
-    "colocate": colocate(processes=2),
+
+def teacher(seed: int) -> TeacherConfig:
+    arguments = {"hidden_size": 64, "num_layers": 1, "seed": seed}
+    return TeacherConfig(model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args=arguments))
+
+
+TAUGHT = DistillationConfig(
+    teachers={"odd": teacher(1), "even": teacher(2)},
+    source="kind",
+    form="loss",
+    support="teacher",
+    top_k=3,
+    divergence="jsd",
+)
+MODES: dict[str, dict[str, Any]] = {
+    "fully_async": {"groups": fully_async(actor_processes=2)},
+    "hybrid": {"groups": hybrid(processes=2, teacher=True), "distillation": TAUGHT},
+    "colocate": {"groups": colocate(processes=2, teacher=True), "distillation": TAUGHT},
 }
 
 
-def words() -> list[dict[str, str]]:
-    return [{"prompt": f"{n}>", "label": str(n)} for n in range(40)]
+def words() -> list[dict[str, Any]]:
+    return [{"prompt": f"{n}>", "label": str(n), "extra": {"kind": ("even", "odd")[n % 2]}} for n in range(40)]
 
 
 def parity(response: str, label: str, *, prompt: str, metadata: dict[str, object]) -> float:
@@ -26,9 +53,9 @@ config = RunConfig(
     name="updates",
     num_steps=4,
     max_staleness=1,
-    groups=MODES["fully_async"],
+    **MODES["fully_async"],
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
-    data=DataConfig(rows=words),
+    data=DataConfig(rows=words, metadata="extra"),
     reward=RewardConfig(function=parity),
     algorithm=AlgorithmConfig(
         name="dapo", normalize_batch="tokens", tis_low=0.5, tis_high=2.0, tis_mode="mask", tis_level="geometric"

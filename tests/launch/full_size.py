@@ -3,6 +3,7 @@ the tiny models; and rows for them."""
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import wave
@@ -18,6 +19,15 @@ _QWEN3_8B = {
 }  # fmt: skip
 _QWEN3_32B = {
     **_QWEN3_8B, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+}  # fmt: skip
+_QWEN3_30B_A3B = {
+    "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768, "num_hidden_layers": 48,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "vocab_size": 151936, "num_experts": 128,
+    "num_experts_per_tok": 8, "norm_topk_prob": True,
+}  # fmt: skip
+_QWEN3_235B_A22B = {
+    **_QWEN3_30B_A3B, "hidden_size": 4096, "intermediate_size": 12288, "moe_intermediate_size": 1536,
+    "num_hidden_layers": 94, "num_attention_heads": 64,
 }  # fmt: skip
 _VISION = {
     "in_channels": 3, "num_heads": 16, "num_position_embeddings": 2304, "patch_size": 16, "spatial_merge_size": 2,
@@ -35,13 +45,28 @@ def qwen3_32b(folder: Path) -> Path:
     return _qwen3(folder, _QWEN3_32B)
 
 
+def qwen3_30b_a3b(folder: Path) -> Path:
+    """Qwen/Qwen3-30B-A3B"""
+    return _qwen3(folder, _QWEN3_30B_A3B)
+
+
+def qwen3_235b_a22b(folder: Path) -> Path:
+    """Qwen/Qwen3-235B-A22B"""
+    return _qwen3(folder, _QWEN3_235B_A22B)
+
+
 def _qwen3(folder: Path, sizes: dict[str, int]) -> Path:
     from rondo.models.tiny.tokenizer import build_tokenizer
 
     folder.mkdir()
     build_tokenizer().save_pretrained(folder)
     rope = {"rope_type": "default", "rope_theta": 1000000.0}
-    config = {"model_type": "qwen3", **sizes, "max_position_embeddings": 40960, "rope_parameters": rope}
+    config = {
+        "model_type": "qwen3_moe" if "num_experts" in sizes else "qwen3",
+        **sizes,
+        "max_position_embeddings": 40960,
+        "rope_parameters": rope,
+    }
     _write(folder, {**config, "tie_word_embeddings": False})
     return folder
 
@@ -58,6 +83,31 @@ def qwen3_vl_8b(folder: Path) -> Path:
         "out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24],
     }  # fmt: skip
     config = {"model_type": "qwen3_vl", "text_config": {**text, "tie_word_embeddings": False}, "vision_config": vision}
+    _write(folder, {**config, **_token_ids(tiny), "tie_word_embeddings": False})
+    return folder
+
+
+def qwen3_vl_30b_a3b(folder: Path) -> Path:
+    """Qwen/Qwen3-VL-30B-A3B-Instruct"""
+    from rondo.models.tiny import qwen3_vl
+
+    tiny = _tiny(functools.partial(qwen3_vl.build, num_experts=4), folder)
+    rope = {**_ROPE, "rope_theta": 5000000.0}
+    text = {
+        "model_type": "qwen3_vl_moe_text",
+        **_QWEN3_30B_A3B,
+        "max_position_embeddings": 262144,
+        "rope_parameters": rope,
+    }
+    vision = {
+        "model_type": "qwen3_vl_moe", **_VISION, "depth": 27, "hidden_size": 1152, "intermediate_size": 4304,
+        "out_hidden_size": 2048, "deepstack_visual_indexes": [8, 16, 24],
+    }  # fmt: skip
+    config = {
+        "model_type": "qwen3_vl_moe",
+        "text_config": {**text, "tie_word_embeddings": False},
+        "vision_config": vision,
+    }
     _write(folder, {**config, **_token_ids(tiny), "tie_word_embeddings": False})
     return folder
 

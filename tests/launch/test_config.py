@@ -14,6 +14,9 @@ from rondo.launch.plan import coordinator_config
 from rondo.runtime.errors import ConfigError
 from tests.launch import configs
 
+JUDGED = "genrm=dict(model=dict(path='judge'), prompt='{response}'"
+TAUGHT = "distillation=dict(teacher=dict(model=dict(path='teacher'))"
+
 
 def told(folder: Path, *changes: tuple[str, str], sets: tuple[str, ...] = ()) -> str:
     """The error of a changed module, with the folder cut away."""
@@ -99,7 +102,10 @@ def test_later_changes_win_and_a_missing_section_is_made(tmp_path: Path) -> None
         ("train.lr=True", "train.lr must be a number, got True. Write the number."),
         ("num_steps=true", "num_steps must be a number, got True. Write the number."),
         ("evaluation.pass_at=[1, True]", "evaluation.pass_at must be a number, got [1, True]. Write the number."),
-        ("lr=1e-6", "lr must be a field of RunConfig, got an unknown name. Did you mean 'train.lr' or 'sft.lr'?"),
+        (
+            "lr=1e-6",
+            "lr must be a field of RunConfig, got an unknown name. Did you mean 'train.lr' or 'critic.lr' or 'sft.lr'?",
+        ),
         (
             "train.kl_coef=0",
             "train.kl_coef must be a field of TrainConfig, got an unknown name. Did you mean 'algorithm.kl_coef'?",
@@ -118,6 +124,16 @@ def test_later_changes_win_and_a_missing_section_is_made(tmp_path: Path) -> None
 )
 def test_a_change_that_does_not_fit_is_told(tmp_path: Path, text: str, error: str) -> None:
     assert told(tmp_path, sets=(text,)).startswith(error)
+
+
+@pytest.mark.parametrize(("setting", "group"), [("train.mesh", "actor's"), ("critic.mesh", "critic's")])
+def test_a_mesh_that_is_wrong_is_told_with_whose_it_is(tmp_path: Path, setting: str, group: str) -> None:
+    changes = (
+        ("groups=fully_async()", "groups=fully_async(critic_processes=1), algorithm=AlgorithmConfig(name='ppo')"),
+        ("lr=1e-5", "lr=1e-5), critic=dict("),
+    )
+    error = told(tmp_path, *changes, sets=(f"{setting}.dp_shard=3",))
+    assert error.startswith(f"{setting} must be of the 1 processes") and f"of the {group} group" in error
 
 
 def test_a_section_that_may_stand_in_several_places_is_told_by_its_line(tmp_path: Path) -> None:
@@ -269,6 +285,34 @@ def test_the_staleness_of_the_mode_is_in_the_resolved_settings(tmp_path: Path) -
             "groups must hold the role 'reference' when algorithm.kl_coef is not 0, got kl_coef 0.1 without it.",
         ),
         ("colocate(actor_fwd=True)", "groups must not hold the role 'actor_fwd' when max_staleness is 0"),
+        (
+            "fully_async(teacher_replicas=1)",
+            "groups must hold the role 'teacher' with distillation, and without it must not, got it",
+        ),
+        (
+            f"fully_async(), {TAUGHT})",
+            "groups must hold the role 'teacher' with distillation, and without it must not, got dist",
+        ),
+        (
+            f"fully_async(teacher_replicas=1), {TAUGHT}, form='loss', support='union', top_k=2)",
+            "groups must hold the role 'actor_fwd' with distillation.support 'student' or 'union'",
+        ),
+        (
+            "fully_async(genrm_replicas=1)",
+            "groups must hold the role 'genrm' with genrm.model, which it serves, and without it",
+        ),
+        (
+            f"fully_async(), {JUDGED})",
+            "groups must hold the role 'genrm' with genrm.model, which it serves, and without it",
+        ),
+        (
+            f"colocate(genrm=True), {JUDGED}, sglang=dict(python='p'))",
+            "genrm.sglang must have python, and the role 'genrm' in a group of its own",
+        ),
+        (
+            f"hybrid(genrm_replicas=1, genrm_devices=2), {JUDGED})",
+            "groups[genrm].devices must be 0, or the 1 that a process",
+        ),
         ("fully_async(actor_processes=0)", "groups.processes must be greater than or equal to 1, got 0."),
     ],
 )

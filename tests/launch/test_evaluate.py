@@ -60,6 +60,16 @@ def test_sets_are_chosen_by_name_and_settings_changed_as_everywhere(tmp_path: Pa
         settings_of(load(configs.write(tmp_path), ("evaluation=null",)), "hf")
 
 
+def test_a_job_without_rollouts_is_evaluated_on_the_processes_that_trained_it(tmp_path: Path) -> None:
+    trains = "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages'], 'processes': 2}]"
+    for job in ("sft", "dpo"):
+        rows = f"{job}={{'rows': 'json:loads', 'steps': 1, 'batch_size': 2}}"
+        settings = load(configs.write(tmp_path), (*SETS, trains, f"job={job}", rows))
+        assert settings.group_of("rollout") is None
+        found = settings_of(settings, "hf")
+        assert (found.job, found.own, found.groups[0].name, found.groups[0].replicas) == ("rl", None, "rollout", 2)
+
+
 def test_what_cannot_be_evaluated_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = configs.write(tmp_path)
     run = tmp_path / "runs" / "demo"

@@ -7,11 +7,14 @@ from pathlib import Path
 import orjson
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from rondo.launch.cli import EXIT_DONE, EXIT_USAGE, main
 from rondo.models import checkpoint
+from rondo.models.config import LoraConfig
 from rondo.models.load import load_model
+from rondo.models.lora import adapt, published_adapter
 from rondo.models.optimizer import make_optimizer
 from rondo.models.tiny import qwen3
 
@@ -21,7 +24,7 @@ def run(tmp_path: Path) -> Path:
     """A run directory as it is when a run ended with two checkpoints."""
     run = tmp_path / "runs" / "quickstart"
     qwen3.build(run / "model", hidden_size=32, num_heads=2, num_kv_heads=1, num_layers=1)
-    (run / "config.resolved.json").write_bytes(b"{}")
+    (run / "config.resolved.json").write_bytes(orjson.dumps({"train": {}}))
     (run / "prepared.json").write_bytes(orjson.dumps({"model_path": "model"}))
     model = load_model(str(run / "model"))
     for version in (1, 2):
@@ -41,6 +44,35 @@ def test_the_newest_checkpoint_of_a_run_or_the_one_that_is_named_becomes_a_folde
     for name, version, dtype in (("newest", 2.0, torch.bfloat16), ("first", 1.0, torch.float32)):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert loaded.dtype == dtype and set(loaded.model.norm.weight.tolist()) == {version}
+
+
+def test_of_a_run_of_adapters_these_become_a_folder_or_the_whole_model_does(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run), str(tmp_path / "out"), "--merged"]) == EXIT_USAGE
+    assert "--merged must be given for a run that trains adapters" in capsys.readouterr().err
+    lora = LoraConfig(rank=2, alpha=3, targets=("q_proj", "up_proj"))
+    (run / "config.resolved.json").write_bytes(orjson.dumps({"train": {"lora": lora.model_dump(mode="json")}}))
+    model = load_model(str(run / "model"))
+    adapt(model, lora, dtype=torch.float32)
+    with torch.no_grad():
+        for tensor in published_adapter(model).values():
+            tensor.normal_()
+    folder = run / "checkpoints" / "step_000003"
+    checkpoint.save(folder, model, make_optimizer(model, lr=1e-3), {"version": 3}, tokenizer_path=str(run / "model"))
+    assert not (folder / "hf").exists() and (folder / "adapter" / "adapter_config.json").exists()
+
+    assert main(["export", str(run), str(tmp_path / "adapter")]) == EXIT_DONE
+    assert capsys.readouterr().out == f"{tmp_path}/adapter: adapter of step_000003 of quickstart in float32\n"
+    wanted, found = published_adapter(model), load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)
+    told = [(each / "adapter_config.json").read_bytes() for each in (folder / "adapter", tmp_path / "adapter")]
+    assert told[0] == told[1] and orjson.loads(told[0])["target_modules"] == ["q_proj", "up_proj"]
+
+    assert main(["export", str(run), str(tmp_path / "merged"), "--merged"]) == EXIT_DONE
+    loaded, ids = AutoModelForCausalLM.from_pretrained(tmp_path / "merged"), torch.arange(1, 9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_what_is_no_checkpoint_and_a_folder_that_is_there_are_refused(

@@ -74,6 +74,15 @@ async def test_a_run_with_fewer_engines_than_it_must_have_is_not_ready_and_says_
     assert "rondo_engines 3" in metrics and "rondo_engines_healthy 1" in metrics
 
 
+def test_figures_of_the_critic_are_metrics_beside_those_of_the_step(tmp_path: Path) -> None:
+    supervisor = cast(Supervisor, SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=[])))
+    provider = RunProvider(supervisor, tmp_path, TOKEN, tmp_path)
+    provider.on_event({"kind": "metrics", "critic": {"step": 2, "loss": 9.0, "explained_variance": 0.5}})
+    provider.on_event({"kind": "metrics", "step": 1, "reward_mean": 0.25, "loss": 1.0})
+    lines = list(prometheus_lines(provider.metrics()))
+    assert {"rondo_step 1", "rondo_loss 1", "rondo_critic_loss 9", "rondo_critic_explained_variance 0.5"} <= set(lines)
+
+
 async def test_partitions_in_use_are_shown_with_who_waits_for_them_and_in_the_metrics(tmp_path: Path) -> None:
     async with served() as run:
         part = (await run.bus("rollout-0")).partition("replay", capacity_bytes=1 << 16, chunk_bytes=1 << 16)

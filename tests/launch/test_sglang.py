@@ -120,7 +120,7 @@ def test_a_server_that_runs_already_and_tells_no_experts_or_takes_too_few_tokens
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}"
-        config = load(write(tmp_path), ["train.router_replay=True", f"rollout.sglang={{'urls': ['{url}']}}"])
+        config = load(write(tmp_path), ["train.router_replay=r3", f"rollout.sglang={{'urls': ['{url}']}}"])
         [finding] = look_at_sglang(config)
         assert finding.level == "error" and "--enable-return-routed-experts" in finding.text and url in finding.text
         told["enable_return_routed_experts"] = True
@@ -130,6 +130,11 @@ def test_a_server_that_runs_already_and_tells_no_experts_or_takes_too_few_tokens
         assert finding.text.startswith(
             f"rollout.max_prompt_tokens + rollout.max_new_tokens must be at most 23, what SGLang of {url} takes"
         )
+        adapting = load(write(tmp_path), ["train.lora={}", f"rollout.sglang={{'urls': ['{url}']}}"])
+        [finding] = look_at_sglang(adapting)
+        assert finding.level == "error" and "--max-lora-rank 16 --max-loras-per-batch 4" in finding.text
+        told |= {"enable_lora": True, "max_lora_rank": 16, "max_loras_per_batch": 4, "max_req_input_len": 20}
+        assert [finding.level for finding in look_at_sglang(adapting)] == ["ok"]
         server.shutdown()
 
 

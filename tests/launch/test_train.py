@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,8 @@ from rondo.runtime.admin.endpoint import listen
 from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision.nursery import Nursery
-from rondo.runtime.supervision.spec import GroupSpec
+from rondo.runtime.supervision.spec import GroupSpec, Outcome
+from rondo.runtime.supervision.supervisor import stop_signals
 
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
@@ -108,6 +110,21 @@ async def test_an_error_of_the_supervisor_itself_is_an_outcome(
     assert [(each.start_s, each.load_s) for each in limits] == [(80, 90)]
     assert outcome.first_cause == "supervisor: ExceptionGroup('tasks', [KeyError('actor-0')])"
     assert "KeyError: 'actor-0'" in capsys.readouterr().err
+
+
+def test_a_stop_behind_a_runs_end_is_not_heard_until_all_is_cleared_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    over = Outcome(0, None, {}, {}, 0.0, 0, {}, {}, 0.0)
+    monkeypatch.setattr(train, "supervised", lambda *_, **__: over)
+    monkeypatch.setattr(train, "_sum_up", lambda *_: None)
+    before = {number: signal.getsignal(number) for number in stop_signals()}
+    with RunDir.create(tmp_path, "demo", {}) as run, cli._stops_clear_up():
+        config: Any = None
+        assert train._run(config, run, TrainOptions(QUICKSTART), config, config, (), attempt=0) == 0
+        for number in before:
+            signal.raise_signal(number)
+    assert {number: signal.getsignal(number) for number in before} == before
 
 
 def test_a_busy_admin_port_is_found_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from rondo.comm.weights.publisher import Publisher
+from rondo.comm.weights.publication import publish
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.together import Tensors, other_part
 from rondo.models import parallel
+from rondo.models.config import LoraConfig
 from rondo.models.logprobs import response_log_probs
+from rondo.models.lora import adapt, canary_of, load_published, published_adapter
 from rondo.models.names import disk_dtypes, disk_groups, memory_tensors, to_disk
 from rondo.models.optimizer import learning_rate
 from rondo.models.packing import Sequence, pack
@@ -65,6 +67,14 @@ def folder_of(folder: Path, family: str, *, tied: bool = True) -> str:
     tiny(family, tied=tied).save_pretrained(folder)
     build_tokenizer().save_pretrained(folder)
     return str(folder)
+
+
+def give_adapters(model: Any) -> None:
+    """To attention and experts of a mixture, large ones."""
+    settings = LoraConfig(rank=4, alpha=6.0, targets=("q_proj", "o_proj", "experts"))
+    adapt(model, settings, dtype=torch.float32)
+    shapes = {name: tensor.shape for name, tensor in published_adapter(model).items()}
+    load_published(model, canary_of(shapes, settings))
 
 
 def default_folder(folder: Path) -> str:
@@ -160,7 +170,4 @@ def written(tensors: Tensors, slab: WeightSlab, beside: dist.ProcessGroup | None
     if beside is not None and dist.get_rank(beside) > 0:
         other_part(slab, tensors, beside, attempt=0, version=1, bucket_bytes=1 << 14)
         return 0
-    publisher = Publisher(slab, bucket_bytes=1 << 14, beside=beside)
-    checksum = publisher.copy(0, attempt=0, version=1, tensors=tensors).id.checksum
-    publisher.close()
-    return checksum
+    return publish(slab, 0, attempt=0, version=1, tensors=tensors, bucket_bytes=1 << 14, beside=beside).checksum

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from rondo.models.state import load_training_state, training_state
 from tests.models.builders import full_tensors
 from tests.models.multimodal import CASES, LR, Case, long_prompt, train_step, whole_gradients
 
+warnings.filterwarnings("error", message=".*returned a view tensor")  # an in-place op on it would lose FSDP2's hook
 OUT, FOLDERS = Path(sys.argv[1]), Path(sys.argv[2])
 
 
@@ -37,12 +39,12 @@ def everywhere(fact: bool) -> bool:
 
 
 @functools.cache
-def mesh() -> Mesh:
-    return Mesh.open(MeshConfig(), 2)
+def mesh(ep: int) -> Mesh:
+    return Mesh.open(MeshConfig(ep=ep), 2)
 
 
 def sharded(case: Case) -> tuple[Any, Packing, torch.optim.Optimizer]:
-    cut = functools.partial(parallel.shard, mesh=mesh(), encoders=case.encoders, param_dtype=case.dtype)
+    cut = functools.partial(parallel.shard, mesh=mesh(case.ep), encoders=case.encoders, param_dtype=case.dtype)
     model = load_model(str(FOLDERS / case.family), cut=cut)
     packing = Packing.of(model)
     freeze(model, case.freeze)

@@ -11,6 +11,7 @@ import resource
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,34 +19,61 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch._dynamo
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
 from rondo.models import checkpoint, filling, parallel, random_weights
 from rondo.models.config import MeshConfig
 from rondo.models.load import empty_model, load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.mesh import Mesh
-from rondo.models.names import local_part
+from rondo.models.names import adapter_tensors, local_part
 from rondo.models.optimizer import make_optimizer
 from rondo.models.packing import Packing, pack
+from rondo.models.parallel.experts import experts_of, spread
 from rondo.models.published import own_weights
 from rondo.models.routing import enable_replay
 from rondo.models.state import load_training_state, training_state
 from rondo.runtime.checkpoints import NoRoom
-from tests.models.builders import EPS, LR, RAGGED, STEPS, full_tensors, new_slab, sequences, train_step, written
+from tests.models.builders import (
+    EPS,
+    LR,
+    RAGGED,
+    STEPS,
+    full_tensors,
+    give_adapters,
+    new_slab,
+    sequences,
+    train_step,
+    written,
+)
 from tests.strength import LONG
 
+warnings.filterwarnings("error", message=".*returned a view tensor")  # an in-place op on it would lose FSDP2's hook
 OUT = Path(sys.argv[1])
 DENSE, MOE, FUSED, DRAWN = sys.argv[2:6]
 SLAB = new_slab(empty_model(MOE))
 """All ranks have it, forked off this process."""
 COMPILE = torch.compile
 SCORED = pack(sequences(RAGGED, seed=9))
+MESHES: dict[str, tuple[str, dict[str, int], dict[str, int]]] = {
+    "1x4": (DENSE, {}, {"dp_replicate": 4}),
+    "2x2": (DENSE, {"dp_replicate": 2}, {}),
+    "4x1": (DENSE, {"dp_replicate": 4}, {"dp_replicate": 2}),
+    "ep4": (MOE, {"ep": 4}, {"dp_replicate": 2, "ep": 2}),
+    "ep2 x2": (MOE, {"ep": 2}, {}),
+    "2x ep2": (MOE, {"dp_replicate": 2, "ep": 2}, {"ep": 4}),
+}
+"""Name -> model, mesh of four ranks, and another one that its checkpoint goes on in."""
+if not LONG:
+    del MESHES["4x1"]
 
 
 def everywhere(fact: bool) -> bool:
@@ -93,9 +121,9 @@ def bytes_read() -> dict[str, Any]:
     """Of each folder's files, the part that each rank reads to hold its part of the model; whether that is the model."""
     filling.safe_open = counted_open  # type: ignore[assignment]
     told: dict[str, Any] = {}
-    for name, path in (("dense", DENSE), ("moe", MOE), ("fused", FUSED)):
+    for name, path, ep in (("dense", DENSE, 1), ("moe", MOE, 1), ("fused", FUSED, 1), ("apart", MOE, 2)):
         Counting.num_bytes, file = 0, Path(path) / "model.safetensors"
-        model = load_model(path, cut=functools.partial(parallel.shard, mesh=mesh_of(), encoders="shard"))
+        model = load_model(path, cut=functools.partial(parallel.shard, mesh=mesh_of(ep=ep), encoders="shard"))
         every = [torch.zeros(1) for _ in range(dist.get_world_size())]
         dist.all_gather(every, torch.tensor([Counting.num_bytes / file.stat().st_size]))
         tensors, wanted = dict(full_tensors(model)), load_file(file)
@@ -106,7 +134,7 @@ def bytes_read() -> dict[str, Any]:
 
 
 def drawn_alike() -> bool:
-    """Whether random weights are the same in two meshes as in one process, and this rank draws about its part of them."""
+    """Whether random weights are the same in three meshes as in one process, and this rank draws about its part of them."""
     alone = dict(full_tensors(load_model(DRAWN)))
     normal, most = random_weights._normal, 0
 
@@ -117,8 +145,8 @@ def drawn_alike() -> bool:
         return found
 
     random_weights._normal, same = counted, True
-    for dp_replicate in (1, 2):
-        most, cut = 0, functools.partial(parallel.shard, mesh=mesh_of(dp_replicate))
+    for dp_replicate, ep in ((1, 1), (2, 1), (1, 2)):
+        most, cut = 0, functools.partial(parallel.shard, mesh=mesh_of(dp_replicate, ep))
         tensors = dict(full_tensors(load_model(DRAWN, cut=cut)))
         part = most * 4 / dp_replicate / sum(tensor.numel() for tensor in alone.values())
         same = same and part < 1.05 and all(torch.equal(tensors[key], alone[key]) for key in alone)
@@ -127,18 +155,21 @@ def drawn_alike() -> bool:
 
 
 @functools.cache
-def mesh_of(dp_replicate: int = 1) -> Mesh:
-    return Mesh.open(MeshConfig(dp_replicate=dp_replicate), dist.get_world_size())
+def mesh_of(dp_replicate: int = 1, ep: int = 1) -> Mesh:
+    return Mesh.open(MeshConfig(dp_replicate=dp_replicate, ep=ep), dist.get_world_size())
 
 
 def sharded(
-    path: str, *, replay: bool = False, dp_replicate: int = 1, offload: bool = False, **options: Any
-) -> tuple[Any, Any]:
+    path: str, *, replay: bool = False, adapts: bool = False, dp_replicate: int = 1, ep: int = 1, offload: bool = False,
+    **options: Any,
+) -> tuple[Any, Any]:  # fmt: skip
     dtype = options.get("dtype", "float32")
-    cut = functools.partial(parallel.shard, mesh=mesh_of(dp_replicate), param_dtype=dtype)
+    cut = functools.partial(parallel.shard, mesh=mesh_of(dp_replicate, ep), param_dtype=dtype)
     model = load_model(path, cut=cut)
     if replay:
         enable_replay(model)
+    if adapts:
+        give_adapters(model)
     return parallel.compute_in(model, **options), make_optimizer(model, lr=LR, eps=EPS, offload=offload)
 
 
@@ -154,7 +185,7 @@ def whole(model: Any, name: str) -> None:
         save_file(tensors, OUT / f"{name}.safetensors")
 
 
-def compiled() -> dict[str, Any]:
+def compiled(path: str, **shape: int) -> dict[str, Any]:
     """Whether compiled layers, whose graphs run as they are traced, give the gradients of plain ones to the bit; and how many
     graphs there were after each of four micro-batches, whose lengths are others on each rank too."""
     batches = [sequences(RAGGED[number % 3 :], seed=2 * number + dist.get_rank()) for number in range(4)]
@@ -162,7 +193,7 @@ def compiled() -> dict[str, Any]:
     torch.compile = functools.partial(COMPILE, backend="eager")
     torch._dynamo.config.recompile_limit, torch._dynamo.config.fail_on_recompile_limit_hit = 2, True
     for options in ({}, {"compiled": True}):
-        model, _ = sharded(DENSE, activation_checkpointing=True, **options)
+        model, _ = sharded(path, activation_checkpointing=True, **options, **shape)
         packing, graphs = Packing.of(model), []
         made.clear()
         for batch in batches:
@@ -289,7 +320,7 @@ def published_together(model: Any, mesh: Mesh) -> int:
     return written(tensors, SLAB, group) if mesh.replica == 0 else 0
 
 
-def exported(model: Any) -> dict[str, Any]:
+def exported(model: Any, path: str, name: str) -> dict[str, Any]:
     """The bytes that each rank receives while a Hugging Face folder is written, and how many tensors at most are on their way."""
     receive, coming, most = dist.irecv, list[Any](), [0, 0]
 
@@ -300,7 +331,7 @@ def exported(model: Any) -> dict[str, Any]:
         return coming[-1]
 
     dist.irecv = counted  # type: ignore[assignment]
-    checkpoint.export_hf(OUT / "hf of 2x2", model, DENSE)
+    checkpoint.export_hf(OUT / f"hf of {name}", model, path)
     dist.irecv = receive
     every = [torch.zeros(2, dtype=torch.int64) for _ in range(dist.get_world_size())]
     dist.all_gather(every, torch.tensor(most))
@@ -312,41 +343,97 @@ def whole_size(model: Any) -> int:
 
 
 def in_meshes() -> None:
-    """Four ranks as 1 x 4, 2 x 2 and 4 x 1."""
+    """Four ranks as 1 x 4, 2 x 2 and 4 x 1, and with experts shared out over two and four."""
     facts: dict[str, Any] = {}
-    for dp_replicate in (1, 2, 4):
-        name = f"{dp_replicate}x{4 // dp_replicate}"
-        model, optimizer = sharded(DENSE, dp_replicate=dp_replicate)
+    for name, (path, shape, another) in MESHES.items():
+        model, optimizer = sharded(path, **shape)
         held = sum(local_part(p).numel() for p in model.parameters()) / whole_size(model)
         gradients = whole_gradients(model)
         told = steps(model, optimizer, range(2))
         checkpoint.save(OUT / name / "step_000002", model, optimizer, {})
-        published = published_together(model, mesh_of(dp_replicate))
+        published = published_together(model, mesh_of(**shape))
         whole(model, name)
-        if name == "2x2":
-            facts["exported"] = exported(model)
+        if name in ("2x2", "2x ep2"):
+            facts[f"{name} exported"] = exported(model, path, name)
         if dist.get_rank() == 0:
             save_file(gradients, OUT / f"{name}.gradients.safetensors")
-        others, other = sharded(DENSE, dp_replicate={1: 4, 2: 1, 4: 2}[dp_replicate], offload=True)
+        others, other = sharded(path, **another, offload=True)
         checkpoint.load(OUT / name / "step_000002", others, other)
+        if name == "ep2 x2":
+            checkpoint.save(OUT / "back" / "step_000002", others, other, {})
+            facts["there and back"] = is_back(model, optimizer)
         facts[name] = {
             "held": held, "told": told, "published": published, "next": steps(model, optimizer, range(2, 3)),
             "next of another": steps(others, other, range(2, 3)),
         }  # fmt: skip
     facts["read"], facts["drawn alike"] = bytes_read(), drawn_alike()
-    experts_from_mesh_to_mesh()
+    facts["crowded"], facts["adapters"] = crowded(), adapting()
+    theirs = by_transformers() if LONG else {}
     if dist.get_rank() == 0:
+        save_file(theirs, OUT / "by transformers.safetensors")
         (OUT / "meshes.json").write_text(json.dumps(facts))
 
 
-def experts_from_mesh_to_mesh() -> None:
-    """A step of a mixture of experts in each mesh, from the checkpoint of the one before."""
-    for step, dp_replicate in enumerate((1, 2, 4)):
-        model, optimizer = sharded(MOE, dp_replicate=dp_replicate)
-        if step:
-            checkpoint.load(OUT / "experts" / f"step_{step:06}", model, optimizer)
-        steps(model, optimizer, range(step, step + 1))
-        checkpoint.save(OUT / "experts" / f"step_{step + 1:06}", model, optimizer, {"version": step + 1})
+def is_back(model: Any, optimizer: Any) -> bool:
+    """Whether the mixture and its moments, which went to ranks that have all experts, came back from there to the bit."""
+    found, state = sharded(MOE, ep=2)
+    checkpoint.load(OUT / "back" / "step_000002", found, state)
+    pairs = (local_copies(*each)[0] for each in ((model, optimizer), (found, state)))
+    kept, came = ({name: t for name, t in each.items() if not name.startswith("random.")} for each in pairs)
+    return everywhere(kept.keys() == came.keys() and all(torch.equal(kept[name], came[name]) for name in kept))
+
+
+def crowded() -> dict[str, bool]:
+    """Whether experts that lie on four ranks give of unequal numbers of tokens what they give in one piece, and the same
+    gradients: where tokens go to all of them, and where they go to those of one rank alone."""
+    rank, draw = dist.get_rank(), torch.Generator().manual_seed(4)
+    spread(model := load_model(MOE), mesh_of(ep=4))
+    ours, theirs = (next(iter(experts_of(each).values())) for each in (model, load_model(MOE)))
+    ends = np.cumsum([0, 1, 7, 2, 12])
+    mine, told = slice(ends[rank], ends[rank + 1]), {}
+    hidden, weights = torch.randn(22, 64, generator=draw), torch.rand(22, 2, generator=draw)
+    anywhere = torch.rand(22, 4, generator=draw).argsort(1)[:, :2]
+    for name, chosen in (("all over", anywhere), ("on one rank", torch.full_like(anywhere, 2))):
+        found = []
+        for module, rows in ((ours, mine), (theirs, slice(None))):
+            leaves = [each[rows].clone().requires_grad_() for each in (hidden, weights)]
+            output = module(leaves[0], chosen[rows], leaves[1])
+            (output * hidden[rows].cos()).sum().backward()
+            grads = [local_part(p.grad) for p in module.parameters()]
+            found.append(
+                [*(each if rows == mine else each[mine] for each in (output, *(leaf.grad for leaf in leaves))), *grads]
+            )
+            module.zero_grad()
+        found[1][3:] = [grad[rank : rank + 1] for grad in found[1][3:]]
+        told[name] = everywhere(all(torch.allclose(*pair, atol=1e-6) for pair in zip(*found, strict=True)))
+    return told
+
+
+def adapting() -> dict[str, Any]:
+    """Adapters beside two copies of two shards, whose ranks share the experts out; and their checkpoint in another mesh."""
+    model, optimizer = sharded(MOE, adapts=True, dp_replicate=2, ep=2)
+    train_step(model, optimizer, 0, take=False, rank=dist.get_rank(), world_size=dist.get_world_size())
+    if dist.get_rank() == 0:
+        gradients = {name: p.grad for name, p in adapter_tensors(model).items() if p.grad is not None}
+        save_file(gradients, OUT / "adapters.gradients.safetensors")
+    parallel.discard_gradients(model)
+    told = steps(model, optimizer, range(2))
+    checkpoint.save(OUT / "adapters" / "step_000002", model, optimizer, {})
+    others, other = sharded(MOE, adapts=True, ep=4)
+    checkpoint.load(OUT / "adapters" / "step_000002", others, other)
+    following = [steps(*each, range(2, 3)) for each in ((model, optimizer), (others, other))]
+    return {"told": told, "next": following[0], "next of another": following[1]}
+
+
+def by_transformers() -> dict[str, torch.Tensor]:
+    """The gradients of the first step where transformers itself shares the experts out over two ranks."""
+    how = DistributedConfig(fsdp_size=4, ep_size=2)
+    model = AutoModelForCausalLM.from_pretrained(MOE, distributed_config=how, dtype=torch.float32)
+    rank, num_tokens = dist.get_rank(), sum(one.response for one in STEPS[0])
+    for start in (0, 8):
+        batch = STEPS[0][start : start + 8][rank::4]
+        (-response_log_probs(model, pack(batch), temperature=0.9, chunk_tokens=7)[0].sum()).backward()
+    return {name: p.grad.full_tensor() * 4 / num_tokens for name, p in model.named_parameters()}  # means over ranks
 
 
 def whole_gradients(model: Any) -> dict[str, torch.Tensor]:
@@ -370,18 +457,19 @@ def on_two() -> None:
         "dense": trained("dense", DENSE),
         "recomputed": trained("recomputed", DENSE, activation_checkpointing=True, offload=True),
         "moe": trained("moe", MOE),
-        "replayed": trained("replayed", MOE, replay=True, activation_checkpointing=True),
+        "replayed": trained("replayed", MOE, replay=True, activation_checkpointing=True, ep=2),
         "bfloat16": trained("bfloat16", DENSE, dtype="bfloat16"),
     }
     if LONG:  # seconds a rank, in which torch writes code
-        facts["compiled"] = compiled()
+        facts["compiled"] = compiled(DENSE)
+        facts["compiled experts"] = compiled(MOE, ep=2)
     facts["published"] = published_together(sharded(MOE)[0], mesh_of())
     half, _ = sharded(DENSE, dtype="bfloat16")
     facts["bfloat16_scores"] = everywhere(torch.equal(scored(half), scored(load_model(DENSE, dtype="bfloat16"))))
     facts["float32_scores"] = everywhere(torch.equal(scored(sharded(DENSE)[0]), scored(load_model(DENSE))))
 
-    for dtype in ("float32", "bfloat16"):
-        model, optimizer = sharded(DENSE, dtype=dtype)
+    for dtype, path, ep in (("float32", DENSE, 1), ("bfloat16", MOE, 2)):
+        model, optimizer = sharded(path, dtype=dtype, ep=ep)
         steps(model, optimizer, range(2))
         facts[f"{dtype}_snapshots"] = snapshots(model, optimizer)
 

@@ -17,6 +17,7 @@ from rondo.models.families import family_of
 from rondo.models.logprobs import response_log_probs
 from rondo.models.media.inputs import MediaInputs, contents_key
 from rondo.models.packing import Packing, Sequence
+from tests.strength import LONG
 
 FAMILIES = ("qwen3_vl", "qwen3_5", "qwen3_omni")
 IMAGE, VIDEO, AUDIO, START, END, AUDIO_START = 256, 257, 258, 259, 260, 261
@@ -50,11 +51,19 @@ def tiny(family: str) -> Any:
     if family == "qwen3_vl":
         config = hf.Qwen3VLConfig(text_config=_TEXT, vision_config=deep, **_TOKENS)
         return hf.Qwen3VLForConditionalGeneration(config).eval()
+    if family == "qwen3_vl_moe":
+        config = hf.Qwen3VLMoeConfig(text_config=_TEXT | _EXPERTS, vision_config=deep, **_TOKENS)
+        return hf.Qwen3VLMoeForConditionalGeneration(config).eval()
+    linear = {
+        "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+        "layer_types": ["linear_attention", "full_attention"], "head_dim": 32,
+    }  # fmt: skip
+    if family == "qwen3_5_moe":
+        text = _TEXT | linear | _EXPERTS | {"shared_expert_intermediate_size": 16}
+        return hf.Qwen3_5MoeForConditionalGeneration(
+            hf.Qwen3_5MoeConfig(text_config=text, vision_config=_VISION, **_TOKENS)
+        ).eval()
     if family == "qwen3_5":
-        linear = {
-            "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
-            "layer_types": ["linear_attention", "full_attention"], "head_dim": 32,
-        }  # fmt: skip
         return hf.Qwen3_5ForConditionalGeneration(
             hf.Qwen3_5Config(text_config=_TEXT | linear, vision_config=_VISION, **_TOKENS)
         ).eval()
@@ -179,23 +188,25 @@ class Case:
     recomputed: bool = False
     saved: bool = False
     """Whether snapshots and checkpoints of it are tried too."""
+    ep: int = 1
 
     @property
     def name(self) -> str:
-        extra = [*self.freeze, *(["recomputed"] if self.recomputed else [])]
+        extra = [*self.freeze, *(["recomputed"] if self.recomputed else []), *([f"ep{self.ep}"] if self.ep > 1 else [])]
         return "-".join([self.family, self.encoders, self.dtype, *extra])
 
 
 CASES = (
     Case("qwen3_omni"),
-    Case("qwen3_omni", "shard", saved=True),
+    Case("qwen3_omni", "shard", saved=True, ep=2),
     Case("qwen3_omni", freeze=("vision",), saved=True),
     Case("qwen3_omni", "shard", freeze=("vision", "language")),
     Case("qwen3_vl", freeze=("language",)),
-    Case("qwen3_vl", "shard", recomputed=True),
-    Case("qwen3_5"),
-    Case("qwen3_omni", dtype="bfloat16", recomputed=True),
+    Case("qwen3_vl_moe", "shard", recomputed=True, ep=2),
+    Case("qwen3_5_moe", ep=2),
+    Case("qwen3_omni", dtype="bfloat16", recomputed=True, ep=2),
     Case("qwen3_omni", "shard", dtype="bfloat16"),
+    *((Case("qwen3_vl", "shard", recomputed=True), Case("qwen3_5"), Case("qwen3_5_moe")) if LONG else ()),
 )
 LR = 1e-3
 

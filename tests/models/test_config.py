@@ -46,3 +46,18 @@ def test_a_mesh_is_of_all_ranks_that_train() -> None:
             ConfigError, match=rf"must be of the 4 processes that train, got dp_replicate {shown}\. Change"
         ):
             given.shape(4)
+
+
+def test_experts_are_shared_out_within_a_copy() -> None:
+    assert MeshConfig(ep=4).shape(4) == (1, 4)
+    assert MeshConfig(dp_replicate=2, ep=2).shape(4) == (2, 2)
+    for given, shown in (
+        (MeshConfig(dp_replicate=2, ep=4), "ep 4 with dp_shard 2"),
+        (MeshConfig(ep=3), "ep 3 with dp_shard 4"),
+    ):
+        with pytest.raises(ConfigError, match=rf"ep must divide the processes that one copy .* got {shown}\. Change"):
+            given.shape(4)
+    with pytest.raises(ConfigError, match="got ep 2 with dp_shard 1"):
+        MeshConfig(ep=2).shape(1)
+    assert [MeshConfig(ep=4).of_scorers(processes).ep for processes in (1, 2, 4, 6, 8)] == [1, 2, 4, 2, 4]
+    assert MeshConfig(dp_replicate=2, ep=4).of_scorers(8).shape(8) == (1, 8)

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rondo.models import logprobs
-from rondo.models.logprobs import response_log_probs
+from rondo.models.logprobs import response_log_probs, response_scores
 from rondo.models.media.batch import collate
 from rondo.models.packing import Packing, Sequence, pack
 from rondo.runtime.errors import ConfigError
@@ -60,6 +60,34 @@ def test_values_and_gradients_are_those_of_unpacked_forwards(family: str, tied: 
     for name, gradient in theirs.items():
         assert gradient.abs().max() > 0
         torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=2e-5 * gradient.abs().max().item(), msg=name)
+
+
+@pytest.mark.parametrize("chunk_tokens", [7, 2048])
+def test_other_tokens_at_each_place_are_scored_and_differentiated_as_the_sampled_ones(chunk_tokens: int) -> None:
+    model, packed = tiny("qwen3"), pack(sequences(RAGGED))
+    ids = torch.randint(VOCABULARY, (len(packed.targets), 3), generator=torch.Generator().manual_seed(2))
+    ids[:, 2] = packed.targets
+    options: dict[str, Any] = {"temperature": 0.7, "chunk_tokens": chunk_tokens}
+    found = response_scores(model, packed, ids=ids, **options)
+    assert found.others is not None and torch.equal(found.others[:, 2], found.log_probs)
+    weights = torch.randn(ids.shape, generator=torch.Generator().manual_seed(3))
+    (found.others * weights).sum().backward()
+    ours = gradients(model)
+    for column in range(3):  # as if each had been sampled
+        log_probs, _ = response_log_probs(model, replace(packed, targets=ids[:, column]), **options)
+        torch.testing.assert_close(found.others[:, column], log_probs, rtol=0, atol=1e-6)
+        (log_probs * weights[:, column]).sum().backward()
+    theirs = gradients(model)
+    for name, gradient in theirs.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-3, atol=2e-5 * gradient.abs().max().item(), msg=name)
+
+    with torch.no_grad():
+        likeliest = response_scores(model, packed, top_k=4, **options)
+        every = torch.arange(VOCABULARY).expand(len(packed.targets), -1)
+        whole = response_scores(model, packed, ids=every, **options).others
+    assert whole is not None and likeliest.top_log_probs is not None and likeliest.top_ids is not None
+    torch.testing.assert_close(likeliest.top_log_probs, whole.topk(4).values, rtol=0, atol=1e-6)
+    torch.testing.assert_close(whole.gather(1, likeliest.top_ids), likeliest.top_log_probs, rtol=0, atol=1e-6)
 
 
 def test_scoring_without_gradients_gives_the_same_values() -> None:

@@ -14,6 +14,7 @@ from rondo.models import parallel
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.packing import PackedBatch, Packing, pack
+from rondo.models.parallel.experts import check_experts
 from rondo.models.published import own_weights
 from rondo.models.units import decoder_layers
 from rondo.runtime.errors import ConfigError
@@ -186,3 +187,11 @@ def test_weights_that_were_asked_for_stay_the_models_own_while_a_forward_runs_on
     scores(model)
     assert seen.keys() == before.keys()
     assert all(torch.equal(seen[name], before[name]) and seen[name].dtype == torch.float32 for name in before)
+
+
+def test_experts_are_shared_out_whole() -> None:
+    model = tiny("qwen3_moe")
+    check_experts(model, 4)
+    told = r"must divide the experts of a layer, got 3 with 4 in model\.layers\.0\.mlp\.experts\. Change"
+    with pytest.raises(ConfigError, match=told):
+        check_experts(model, 3)

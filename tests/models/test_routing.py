@@ -12,15 +12,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers as hf
 
 from rondo.models import parallel
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
 from rondo.models.packing import Packing, Sequence, pack
-from rondo.models.routing import Routing, enable_replay, listen, renormalizes, routers_of
+from rondo.models.routing import Heard, Routing, Scoring, enable_replay, listen, routers_of, scoring_of
 from rondo.models.tiny import qwen3, qwen3_5, qwen3_omni, qwen3_vl
 from rondo.runtime.errors import ConfigError
-from tests.models.builders import recorded, sequences, tiny
+from tests.models import multimodal
+from tests.models.builders import SIZES, recorded, sequences, tiny
 
 LENGTHS = ((13, 5), (4, 3), (21, 11), (7, 6))
 pack_flat = functools.partial(pack, share_prompts=True)
@@ -203,23 +205,150 @@ def test_every_family_with_experts_replays(name: str, tmp_path: Path) -> None:
 
 
 def test_a_model_whose_routing_cannot_be_replayed_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"train\.router_replay must be False for a model without routers"):
+    with pytest.raises(ConfigError, match=r"train\.router_replay must be 'off' for a model without routers"):
         enable_replay(tiny("qwen3"))
 
-    class SigmoidTopKRouter(torch.nn.Module):
+    class RawTopKRouter(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.weight = torch.nn.Parameter(torch.zeros(4, 8))
 
         def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             logits = hidden @ self.weight.T
-            weights, experts = logits.sigmoid().topk(2)
+            weights, experts = logits.topk(2)
             return logits, weights, experts
 
-    with pytest.raises(ConfigError, match="routers like SigmoidTopKRouter, which do not weigh experts with a softmax"):
-        renormalizes(SigmoidTopKRouter())
+    with pytest.raises(
+        ConfigError, match="routers like RawTopKRouter, which do not weigh experts with a softmax or a sigmoid"
+    ):
+        scoring_of(RawTopKRouter())
     with pytest.raises(AssertionError, match="enable_replay must be called"):
         response_log_probs(tiny("qwen3_moe"), pack(told()))
+
+
+def choices(model: Any) -> dict[int, torch.Tensor]:
+    """What the routers choose, by layer, filled by every forward."""
+    heard: dict[int, torch.Tensor] = {}
+    listen(model, heard.__setitem__)
+    return heard
+
+
+@pytest.mark.parametrize("way", [pack, pack_flat])
+def test_routes_that_one_forward_records_are_those_of_each_sequence_alone_and_the_next_forward_takes_them(
+    way: Any,
+) -> None:
+    """R2, whatever the weights of the second forward would choose."""
+    model, plain = tiny("qwen3_moe"), [Sequence(each.tokens, each.response) for each in told()]
+    plain[3] = replace(plain[3], tokens=np.concatenate([plain[0].tokens[:8], plain[3].tokens]), response=7)
+    plain.append(Sequence(plain[2].tokens, 0))
+    routing = enable_replay(model)
+    heard = choices(model)
+    packed, recording = way(plain), Heard(records=True)
+    with torch.no_grad():
+        before, _ = response_log_probs(model, packed, heard=recording)
+        routes = packed.of_sequences(recording.routes(routing).numpy())
+        for one, found in zip(plain, routes, strict=True):
+            response_log_probs(model, pack([one]))
+            own = torch.stack([heard[0], heard[1]], 1)[: len(one.tokens) - 1]
+            assert found.dtype == np.uint8 and np.array_equal(found, own.numpy())
+        again = way([replace(one, experts=found) for one, found in zip(plain, routes, strict=True)])
+        assert again.num_tokens == packed.num_tokens  # what shared a prompt shares it still
+        assert torch.equal(response_log_probs(model, again)[0], before)
+        for router in routers_of(model).values():
+            router.get_parameter("weight").neg_()
+        response_log_probs(model, again)
+    assert again.routes is not None
+    for layer, chosen in heard.items():
+        where = again.routes.recorded
+        assert torch.equal(chosen[where], again.routes.experts[where, layer].long())
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl_moe", "qwen3_omni"])
+def test_routes_of_prompts_with_media_are_recorded_and_taken_again_beside_what_the_towers_always_see(
+    family: str,
+) -> None:
+    """R2: shared prompts stay shared, and the family's dummy is no part of any sequence."""
+    model = multimodal.tiny(family)
+    packing, routing = Packing.of(model), enable_replay(model)
+    plain = multimodal.ragged(model)[:9]
+    assert any(one.media is not None for one in plain) and any(one.media is None for one in plain)
+    packed, recording = packing.pack(plain, train=True), Heard(records=True)
+    with torch.no_grad():
+        before, _ = response_log_probs(model, packed, heard=recording)
+        routes = packed.of_sequences(recording.routes(routing).numpy())
+        again = packing.pack([replace(one, experts=own) for one, own in zip(plain, routes, strict=True)], train=True)
+        assert again.num_tokens == packed.num_tokens < sum(len(one.tokens) for one in plain)
+        assert torch.equal(response_log_probs(model, again)[0], before)
+        for router in routers_of(model).values():
+            router.get_parameter("weight").neg_()
+        heard = choices(model)
+        response_log_probs(model, again)
+    assert again.routes is not None and int((~again.routes.recorded).sum()) > 0
+    for layer, chosen in heard.items():
+        where = again.routes.recorded
+        assert torch.equal(chosen[where], again.routes.experts[where, layer].long())
+
+
+class Ahead(torch.nn.Module):
+    """A head that predicts the token after the next: layers of its own, with a router, behind the decoder's."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([layer])
+
+
+def test_layers_that_do_not_route_shift_the_routes_of_no_other() -> None:
+    """A dense first layer, one layer in two, and a head for further tokens, whose layer has the number 0 as well."""
+    sizes = SIZES | {"num_hidden_layers": 5, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    torch.manual_seed(5)
+    model = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, mlp_only_layers=[1], decoder_sparse_step=2))
+    whole = hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes))
+    model.mtp = Ahead(whole.model.layers[0])
+    assert sorted(routers_of(model)) == [3] and sorted(routers_of(whole)) == [0, 1, 2, 3, 4]
+    assert sum(type(each).__name__ == "Qwen3MoeTopKRouter" for each in model.modules()) == 2
+    routing = enable_replay(model)
+    assert routing == Routing(5, 2, 4)
+    heard = choices(model)
+    given = told(layers=5)
+    packed, recording = pack(given), Heard(records=True)
+    with torch.no_grad():
+        response_log_probs(model, packed, heard=recording)
+    assert packed.routes is not None and heard.keys() == {3}
+    where = packed.routes.recorded
+    assert torch.equal(heard[3][where], packed.routes.experts[where, 3].long())
+    found = recording.routes(routing)
+    assert torch.equal(found[where, 3], packed.routes.experts[where, 3]) and not found[:, [0, 1, 2, 4]].any()
+
+
+def test_a_router_of_sigmoids_replays_with_its_factor_whatever_bias_it_chooses_by() -> None:
+    sizes = SIZES | {
+        "num_hidden_layers": 3,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }
+    torch.manual_seed(5)
+    groups = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}
+    model = hf.Glm4MoeForCausalLM(hf.Glm4MoeConfig(**sizes, **groups, first_k_dense_replace=1))
+    assert sorted(routers_of(model)) == [1, 2]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.1)
+        for router in routers_of(model).values():
+            router.e_score_correction_bias.normal_()
+    assert {scoring_of(router) for router in routers_of(model).values()} == {Scoring(sigmoid=True, factor=2.5)}
+    routing = enable_replay(model)
+    [one, *_] = told()
+    packed, recording = pack([Sequence(one.tokens, one.response)]), Heard(records=True)
+    with torch.no_grad():
+        own, _ = response_log_probs(model, packed, heard=recording)
+        [routes] = packed.of_sequences(recording.routes(routing).numpy())
+        for router in routers_of(model).values():
+            router.e_score_correction_bias.neg_()
+        other, _ = response_log_probs(model, packed)
+        again, _ = response_log_probs(model, pack([Sequence(one.tokens, one.response, experts=routes)]))
+    torch.testing.assert_close(again, own, atol=1e-6, rtol=1e-6)
+    assert float((other - own).abs().max()) > 1e-3
 
 
 def test_experts_of_other_tokens_are_refused() -> None:

@@ -67,6 +67,13 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
     ("changes", "message"),
     [
         ([("name", "../x")], "name must"),
+        (
+            [
+                ("distillation", {"teacher": {"policy": "current"}, "context": "m:f", "max_context_tokens": 8}),
+                ("rollout.max_rows", 2),
+            ],
+            "distillation.context must be left out where samples have several rows, each with a prompt of its own, got rollout",
+        ),
         ([("data.rows", "m:f")], "data.path and data.rows must be set one without the other, got both"),
         ([("data.path", None)], "data.path and data.rows must be set one without the other, got neither"),
         (
@@ -121,6 +128,19 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
             "rollout.straggler_deadline_s must be at least rollout.lease_deadline_s",
         ),
         ([("algorithm.name", "dapo")], "rollout.filter must be 'zero_std' with algorithm.name 'dapo'"),
+        ([("critic", {})], "critic must be left out with algorithm.name 'grpo', which has none"),
+        (
+            [("algorithm.name", "ppo"), ("critic", {"micro_batch_tokens": 31})],
+            "critic.micro_batch_tokens must hold the longest sample, .* = 32, got 31",
+        ),
+        (
+            [("algorithm.name", "ppo"), ("critic", {"only_steps": 10})],
+            "critic.only_steps must be less than num_steps, got 10 and 10",
+        ),
+        (
+            [("algorithm.name", "ppo"), ("train.hot_snapshot", False)],
+            "train.hot_snapshot must be True with a critic",
+        ),
         ([("train.micro_batch_tokens", 31)], "train.micro_batch_tokens must hold the longest sample, .* = 32, got 31"),
         ([("train.warmup_steps", 10)], "train.warmup_steps must be less than num_steps, got 10 and 10"),
         ([("train.min_lr_fraction", 0.1)], "train.min_lr_fraction must be 0 with train.schedule 'constant'"),
@@ -136,6 +156,45 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
         (
             [("sft.rows", None), ("sft.data", {"path": "a", "rows": "m:f"})],
             "sft.data.path and sft.data.rows must be set one without the other, got both. Remove one",
+        ),
+        (
+            [("sft.rows", None), ("sft.data", {"path": "a", "held_out": 2})],
+            "sft.data.held_out and sft.evaluate_every must be set together.*got 2 and None",
+        ),
+        ([("sft.turns", "all")], "sft.turns must be 'last' unless sft.data.label is None.*got 'all'"),
+        (
+            [("sft.rows", None), ("sft.data", {"path": "a", "held_out": 2}), ("sft.evaluate_every", 1)],
+            "sft.evaluate_every must be None with job 'rl'",
+        ),
+        ([("dpo", {"rows": "m:f", "steps": 1, "batch_size": 1})], "dpo must be None with job 'rl'"),
+        ([("data.rejected", "bad")], "data.rejected must be None with job 'rl', which has no pairs, got 'bad'"),
+        (
+            [("job", "dpo"), ("dpo", {"data": {"path": "a"}, "steps": 1, "batch_size": 1})],
+            "dpo.data.rejected must name the column with the worse answer, got None. Set it",
+        ),
+        (
+            [("job", "sft"), ("sft.rows", None), ("sft.data", {"path": "a", "rejected": "b"})],
+            "sft.data.rejected must be None, for no pairs are learnt, got 'b'. Remove it",
+        ),
+        (
+            [("job", "dpo"), ("dpo", {"rows": "m:f", "steps": 1, "batch_size": 1, "loss": "ipo", "margin": 1.0})],
+            "dpo.margin must be 0 with dpo.loss 'ipo', which has none, got 1.0",
+        ),
+        (
+            [("job", "sft"), ("train.router_aux_loss_coef", 0.01)],
+            "train.router_aux_loss_coef must be 0 with job 'sft', which balances no experts, got 0.01. Remove it",
+        ),
+        ([("job", "sft"), ("sft", None)], "sft must be set with job 'sft', got nothing"),
+        ([("job", "sft"), ("sft", 3)], r"sft must be a SftConfig, got 3. Set its fields: sft=SftConfig\("),
+        ([("job", [])], "job must be 'rl', 'sft' or 'dpo', got "),
+        ([("job", "name")], "job must be 'rl', 'sft' or 'dpo', got 'name'"),
+        (
+            [("job", "sft"), ("train.best", {"metric": "reward_mean"}), ("train.save_every", 2)],
+            "train.best.metric must be one of loss, eval_loss, eval_token_accuracy with job 'sft', got 'reward_mean'",
+        ),
+        (
+            [("job", "sft"), ("train.best", {"metric": "eval_loss"}), ("train.save_every", 2)],
+            "train.save_every must be a multiple of sft.evaluate_every with train.best.*got 2 and None",
         ),
         ([("sft.warmup_steps", 5)], "sft.warmup_steps must be less than sft.steps, got 5 and 5"),
         ([("rollout.num_slot", 5)], "rollout.num_slot must be a field of RolloutConfig.*Did you mean 'num_slots'"),
@@ -168,6 +227,28 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
             [("rollout.sglang", {"urls": ("http://h:1",)}), ("media", {})],
             "media must be None with rollout.sglang.urls, whose servers are sent text alone",
         ),
+        (
+            [("train.lora", {"dropout": 0.1}), ("sft", None)],
+            "train.lora.dropout must be 0 without sft: .* got 0.1. Remove it",
+        ),
+        (
+            [("train.lora", {"targets": "q_proj"})],
+            r"train.lora.targets must be 'all-linear' or a list of names, got 'q_proj'",
+        ),
+        ([("train.lora", {"targets": ()})], "train.lora.targets must name modules, got none"),
+        ([("train.lora", {"rank": 0})], "train.lora.rank must be greater than or equal to 1, got 0"),
+        ([("train.lora", {"r": 8})], "train.lora.r must be a field of LoraConfig"),
+        (
+            [("train.lora", {}), ("train.freeze", ("vision",))],
+            "train.freeze must be empty with train.lora, which trains adapters alone",
+        ),
+        (
+            [
+                ("train.lora", {}),
+                ("rollout.sglang", {"urls": ("http://a:1",), "router": "http://b:1", "checksums": False}),
+            ],
+            "train.lora.publish must be 'merged' with rollout.sglang.router",
+        ),
         ([("train.best", {"metric": "reward_mean"})], "train.save_every must be set with train.best"),
         (
             [("train.best", {"metric": "pass@2"}), ("train.save_every", 2)],
@@ -197,11 +278,44 @@ def test_contradictions_and_mistakes_are_told_in_one_sentence(changes: list[tupl
         raise ValueError(text)
 
 
+def test_a_job_without_rollouts_needs_its_own_section_alone_and_takes_its_steps_from_there() -> None:
+    rows = {
+        "data": {"path": "a", "held_out": 2},
+        "steps": 7,
+        "batch_size": 8,
+        "evaluate_every": 3,
+        "micro_batch_tokens": 64,
+    }
+    job = JobConfig.model_validate({"name": "test", "job": "sft", "model": {"path": "m"}, "sft": rows})
+    assert (job.num_steps, job.data.path, list(job.named_data())) == (7, "a", ["sft.data"])
+    assert (job.train.micro_batch_tokens, job.rollout.max_prompt_tokens, job.train.hot_snapshot) == (64, 64, False)
+    assert JobConfig.model_validate_json(job.model_dump_json()) == job
+    assert JobConfig.model_validate(changed(("job", "sft"))).num_steps == 5  # of a whole run its warm-up
+    others = ("genrm", JUDGE), ("distillation", {"teacher": {"model": {"path": "t"}}})
+    warm_up = JobConfig.model_validate(changed(("job", "sft"), *others))
+    assert warm_up.genrm is None and warm_up.distillation is None  # no process has their models
+    wrong = {"name": "test", "job": "sft", "model": {"path": "m"}, "sft": {"rows": "m:f"}}
+    with pytest.raises(ValidationError) as caught:
+        JobConfig.model_validate(wrong)
+    assert {".".join(map(str, item["loc"])) for item in caught.value.errors()} == {"sft.steps", "sft.batch_size"}
+
+
 def test_positions_of_media_are_whole_where_sglang_generates_and_what_they_are_elsewhere() -> None:
     for sglang, whole in ((None, None), ({"python": "python"}, True)):
         job = JobConfig.model_validate(changed(("media", {}), ("rollout.sglang", sglang)))
         assert job.media is not None and job.media.whole_positions is whole
         assert "whole_positions" not in job.media.model_dump(exclude_unset=True)
+
+
+def test_the_base_of_adapters_is_the_reference_of_a_loss_that_nothing_warmed_up() -> None:
+    def computed(*changes: tuple[str, Any]) -> bool:
+        adapters = [("train.lora", {}), ("sft", None), ("algorithm.kl_coef", 0.1)]
+        return JobConfig.model_validate(changed(*adapters, *changes)).computes_reference
+
+    assert computed()
+    warm_up = {"rows": "m:f", "steps": 2, "batch_size": 2}
+    others = [("algorithm.kl_coef", 0.0), ("train.lora", None), ("sft", warm_up), ("algorithm.kl_in", "reward")]
+    assert not any(computed(each) for each in others)
 
 
 def test_evaluation_without_held_out_rows_needs_data_of_its_own() -> None:
@@ -227,12 +341,56 @@ def test_a_column_ring_larger_than_a_rollout_ring_is_refused() -> None:
         ({"python": "p", "environment": {"wandb_api_key": "hunter22"}}, "must hold no secret, .* got wandb_api_key"),
         ({"python": "p", "arguments": {"admin-api-key": "hunter22"}}, "must hold no secret, .* got admin-api-key"),
         ({"urls": ("http://me:hunter22@server:1",)}, "urls must hold no password"),
+        ({"urls": ("http://server:1?key=hunter22",)}, "urls must hold no password and no query"),
     ],
 )
 def test_secrets_stand_in_no_settings_which_are_saved_and_shown(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words) as caught:
         SGLangConfig(**settings)
     assert "hunter22" not in str(explain(caught.value, "a test"))
+
+
+JUDGE = {"urls": ("http://judge",), "prompt": "{response}"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": {"path": "m"}}, "exactly one of genrm.model and genrm.urls must be set, got both"),
+        ({"urls": ()}, "exactly one of genrm.model and genrm.urls must be set, got neither"),
+        ({"template": "m:f"}, "exactly one of genrm.prompt and genrm.template must be set, got both"),
+        ({"tag": "n", "parse": "m:f"}, "at most one of .* must be set, got tag and parse"),
+        ({"urls": ("http://me:hunter22@judge",)}, "genrm.urls must hold no password"),
+        ({"num_slots": 4}, "genrm.num_slots must be left out with genrm.urls, got 4"),
+        ({"urls": (), "model": {"path": "m"}, "served_model": "x"}, "served_model must be left out without genrm.urls"),
+        (
+            {"urls": (), "model": {"path": "m"}, "sglang": {"python": "p", "num_servers": 2}},
+            "genrm.sglang must set nothing but .* got num_servers",
+        ),
+        ({"prompt": "{answer} {response}"}, r"none but the places label, .*, got \{answer\}"),
+        ({"prompt": "{prompt}"}, r"must have the place \{response\} with genrm.per 'response'"),
+        ({"prompt": "{"}, "genrm.prompt must be a format, got"),
+        ({"bounds": (0, 1)}, "genrm.bounds must be two rising numbers, with genrm.tag"),
+        ({"components": {"a": 1}}, "genrm.components must come with genrm.parse"),
+        ({"per": "group", "prompt": "{responses}"}, "genrm.tag or genrm.parse must be set with genrm.per 'group'"),
+        ({"per": "pair", "prompt": "{first}{second}", "choices": {"A": 2}}, "worth 0 to 1 with genrm.per 'pair'"),
+        ({"per": "pair", "prompt": "{first}{second}", "tag": "n"}, "genrm.bounds must be .0, 1. with genrm.per 'pair'"),
+    ],
+)
+def test_a_judge_that_contradicts_itself_is_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        JobConfig.model_validate(changed(("genrm", JUDGE | changes)))
+
+
+def test_a_judge_may_be_the_only_reward_and_is_a_component_of_its_own() -> None:
+    tree = changed(("genrm", JUDGE | {"weight": 0.5}), ("algorithm.name", "gdpo"))
+    with pytest.raises(ValidationError, match=r"reward.components must name what algorithm.advantage 'decoupled'"):
+        JobConfig.model_validate(tree)  # the function's own reward would be in none
+    del tree["reward"]
+    job = JobConfig.model_validate(tree)
+    assert (job.components, job.num_parts) == ({"genrm": 0.5}, 1) and job.genrm is not None
+    assert job.genrm.words == {"yes": 1.0, "no": 0.0} and job.genrm.longest_s == 3 * job.genrm.deadline_s
+    assert JobConfig.model_validate_json(job.model_dump_json()) == job
 
 
 def test_names_that_only_look_like_those_of_secrets_are_taken() -> None:

@@ -18,7 +18,8 @@ from rondo.comm.bus.bus import Bus
 from rondo.comm.bus.group import REWARD
 from rondo.comm.ring.records import Column, record_bytes
 from rondo.comm.ring.ring import Record
-from rondo.roles.config import AlgorithmConfig, RolloutConfig
+from rondo.models.config import ModelConfig
+from rondo.roles.config import AlgorithmConfig, DataConfig, JobConfig, RewardConfig, RolloutConfig
 from rondo.roles.data.datasets import Row
 from rondo.roles.engines.engine import Completion, Request, SamplingParams
 from rondo.roles.engines.stops import Stops
@@ -26,7 +27,7 @@ from rondo.roles.resumed import FILE, KeptRow, KeptSamples, copy_samples, write_
 from rondo.roles.rewards.pool import RewardResult
 from rondo.roles.sampling.groups import Lease, PromptGroups, Sample
 from rondo.roles.sampling.leases import Progress
-from rondo.roles.streams import BASE_COLUMNS, ROLLOUT_COLUMNS, row_bytes
+from rondo.roles.streams import BASE_COLUMNS, ROUTED, row_bytes
 from rondo.runtime.records.timeline import span
 from tests.comm.inprocess import InProcess, Store
 from tests.comm.served import Served, prove, served
@@ -160,20 +161,22 @@ def test_samples_of_another_prompt_or_position_are_not_used_and_no_samples_leave
 class Groups(PromptGroups):
     """Those of a replica whose engine answers at once; it notes what it was asked for."""
 
-    def __init__(self, bus: Bus, kept: KeptSamples, *, replay: bool = False, num_samples: int = 2) -> None:
+    def __init__(self, bus: Bus, kept: KeptSamples, *, replay: str = "off", num_samples: int = 2) -> None:
         rollout = SimpleNamespace(
             samples_per_prompt=num_samples, temperature=1.0, filter=None, on_new_weights="continue", max_interruptions=None,
-            mask_old_tokens=False, mask_truncated=False, max_new_tokens=3,
+            mask_old_tokens=False, mask_truncated=False, max_new_tokens=3, max_prompt_tokens=8, max_turns=None, max_rows=1,
+            max_episode_s=None,
         )  # fmt: skip
         config = SimpleNamespace(
-            rollout=rollout, algorithm=AlgorithmConfig(), data=None, seed=0, train=SimpleNamespace(router_replay=replay),
-            reward=SimpleNamespace(per="response", deadline_s=1.0),
+            rollout=rollout, algorithm=AlgorithmConfig(), data=DataConfig(path="x"), seed=0,
+            train=SimpleNamespace(router_replay=replay),
+            reward=SimpleNamespace(per="response", deadline_s=1.0, overlong=lambda *_: 0.0), num_parts=0, genrm=None,
         )  # fmt: skip
         super().__init__(
             ctx=cast(Any, SimpleNamespace(span=lambda name, **_: span(name, "rollout"))),
             job=cast(Any, SimpleNamespace(bus=bus, config=config)),
             engine=cast(Any, None), tokenizer=None, stops=Stops(()), rewards=cast(Any, None), media=None,
-            rows=cast(Any, SimpleNamespace(row=lambda _: None)),
+            rows=cast(Any, SimpleNamespace(row=lambda _: Row("row", "p", None, {}))),
             order=cast(Any, SimpleNamespace(locate=lambda position: SimpleNamespace(row=position))),
             kept=kept,
             progress=Progress(10.0),
@@ -194,7 +197,7 @@ class Groups(PromptGroups):
         return Completion(request.id, tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "length", experts)
 
     async def _score(self, row: Row, finished: Any) -> list[Sample]:
-        return [Sample(each.number, each.completion, RewardResult(1.0)) for each in finished]
+        return [Sample(each, RewardResult(1.0)) for each in finished]
 
     def _log(self, lease: Lease, row: Row, samples: Any) -> None:
         pass
@@ -203,26 +206,30 @@ class Groups(PromptGroups):
 async def test_routed_experts_lie_on_the_bus_and_come_back_from_a_checkpoint_also_where_none_were_told(
     tmp_path: Path,
 ) -> None:
-    async with served(max_staleness=0, base_columns=ROLLOUT_COLUMNS, row_bytes=4096) as run:
+    async with served(max_staleness=0, base_columns=(*BASE_COLUMNS, ROUTED), row_bytes=4096) as run:
         bus, grants = await leased(run)
-        groups = Groups(bus, KeptSamples(), replay=True)
+        groups = Groups(bus, KeptSamples(), replay="r3")
         async with asyncio.timeout(60):
             for grant in grants[:2]:
                 await groups.fill(Lease(**{**grant, "have": {}}))
         await saved(run, bus, tmp_path)
         assert run.coordinator.index.counts["ready"] == 2
-    kept = KeptSamples.read(tmp_path, ROLLOUT_COLUMNS)
+    kept = KeptSamples.read(tmp_path, (*BASE_COLUMNS, ROUTED))
     for group, shapes in ((0, [(4, 3, 2), (4, 3, 2)]), (1, [(0, 3, 2), (4, 3, 2)])):
         samples = kept.take(group, grants[group]["position"], PROMPT)
         found = [each.columns["routed_experts"] for each in samples]
         assert [array.shape for array in found] == shapes and {array.dtype for array in found} == {np.dtype(np.int16)}
         assert found[1].ravel().tolist() == list(range(24))
-        assert list(samples[0].columns) == list(ROLLOUT_COLUMNS)
+        assert list(samples[0].columns) == [*BASE_COLUMNS, ROUTED]
     assert len(KeptSamples.read(tmp_path)) == 4
 
 
 def test_what_is_reserved_for_a_sample_holds_the_experts_of_the_longest() -> None:
-    rollout = RolloutConfig(prompts_per_step=1, samples_per_prompt=1, max_prompt_tokens=100, max_new_tokens=300)
+    config = JobConfig(
+        name="routed", num_steps=1, model=ModelConfig(path="model"), data=DataConfig(rows="tests.e2e.updates:words"),
+        reward=RewardConfig(function="tests.e2e.updates:parity"),
+        rollout=RolloutConfig(prompts_per_step=1, samples_per_prompt=2, max_prompt_tokens=100, max_new_tokens=300),
+    )  # fmt: skip
     length, response = 400, 300
     arrays = {
         "tokens": np.zeros(length, np.int32), "loss_mask": np.zeros(response, np.uint8),
@@ -230,7 +237,7 @@ def test_what_is_reserved_for_a_sample_holds_the_experts_of_the_longest() -> Non
         "routed_experts": np.zeros((length - 1, 48, 8), np.int16),
     }  # fmt: skip
     taken = record_bytes([(0, 0, 0, 1)], [Column(name, array.dtype.name, [array]) for name, array in arrays.items()])
-    assert row_bytes(rollout) < taken <= row_bytes(rollout, 48 * 8 * 2) < taken + 4096
+    assert row_bytes(config) < taken <= row_bytes(config, 48 * 8 * 2) < taken + 4096
 
 
 async def test_a_replica_of_a_resumed_run_puts_what_is_kept_and_generates_only_the_rest(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import orjson
@@ -46,6 +47,11 @@ def over_a_wire(error: BaseException, peer: str = "actor-0") -> Exception:
 def test_every_error_of_the_tree_is_a_standard_one_too(kind: type[Exception], standard: type[Exception]) -> None:
     assert issubclass(kind, RondoError)
     assert issubclass(kind, standard)
+
+
+def test_a_cancellation_travels_without_a_traceback_which_takes_long_to_write() -> None:
+    found = over_a_wire(asyncio.CancelledError())
+    assert isinstance(found, RemoteError) and found.remote_traceback == ""
 
 
 def test_a_deadline_names_the_wait_and_both_sides() -> None:

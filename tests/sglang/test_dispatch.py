@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -46,6 +47,8 @@ class World:
     model: Any
     unstarted: asyncio.Future[None]
     """Fails when a server does not start: it would be tried again for ever."""
+    left: list[str]
+    """Why servers left."""
     version: int = 0
     expected: dict[int, list[int]] = field(default_factory=dict)
 
@@ -63,6 +66,15 @@ class World:
     async def update(self) -> None:
         self.version += 1
         await self.dispatcher.update_weights(self.version, self.tensors)
+
+    def freeze(self, index: int) -> float:
+        """SIGSTOP of its scheduler, behind the process that speaks HTTP; when."""
+        [scheduler] = [each for each in self.below(index) if "sglang::scheduler" in each.cmdline()[0]]
+        scheduler.suspend()
+        return time.monotonic()
+
+    def below(self, index: int) -> list[psutil.Process]:
+        return psutil.Process(self.servers[index].pid).children(recursive=True)
 
     def kill(self, index: int) -> float:
         """SIGKILL of launcher, scheduler and all; when."""
@@ -138,6 +150,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
     async def tell(kind: str, more: Mapping[str, Any]) -> None:
         print(kind, dict(more))
+        if kind == "sglang_gone":
+            left.append(more["why"])
         if "did not start" in more.get("why", "") and not found[0].unstarted.done():
             found[0].unstarted.set_exception(AssertionError(more["why"]))
 
@@ -153,6 +167,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         return KeptEngine(server, connect, newest=newest, deadline_s=START_S, silent_s=START_S, tell=tell)
 
     servers: list[SGLangServer] = []
+    left: list[str] = []
     with asyncio.Runner() as runner:
         engines = [engine(0), engine(1)]
         ends = contextlib.AsyncExitStack()
@@ -161,7 +176,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
             await ends.enter_async_context(kept(engines))
             dispatcher = Dispatcher(engines, names=["sglang-0", "sglang-1"], reload=newest)
             ends.push_async_callback(dispatcher.close)
-            return World(runner, dispatcher, servers, tensors, model, asyncio.get_running_loop().create_future())
+            return World(runner, dispatcher, servers, tensors, model, asyncio.get_running_loop().create_future(), left)
 
         try:
             found.append(runner.run(start()))
@@ -216,3 +231,26 @@ def test_a_server_killed_during_an_update_loses_nothing_and_comes_back_with_the_
         return done
 
     world.check(label, world.run(scenario()), ledger, before)
+
+
+def test_a_server_whose_scheduler_stands_still_behind_its_http_is_ended_and_loses_nothing(world: World) -> None:
+    label, ledger, before = "freeze", Counter[str](), world.version
+
+    async def scenario() -> list[Completion]:
+        await world.both_serve()
+        asking = asyncio.create_task(world.asked(label, ledger))
+        frozen = await world.generating()
+        victim = world.servers[frozen].pid
+        at = world.freeze(frozen)
+        done = await asking
+        print(f"{label}: all answered {time.monotonic() - at:.1f} s after it")
+        assert world.servers[frozen].pid != victim
+        print(f"{label}: both serve again after {await world.both_serve() - at:.1f} s")
+        return done
+
+    world.check(label, world.run(scenario()), ledger, before)
+    whys = (
+        "its scheduler answered nothing for ",
+        "a stopped process of it answered nothing for ",
+    )  # whichever is seen first
+    assert any(why.startswith(whys) for why in world.left)

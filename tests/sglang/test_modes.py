@@ -15,7 +15,7 @@ from tests.sglang.served_runs import events, finish, line, read_until
 OMNI = Path(omni.__file__)
 ALONE = (
     "num_steps=4", "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]", "max_staleness=0",
-    "algorithm.kl_coef=0", "sft=null", "evaluation=null", "data.held_out=0",
+    "algorithm.kl_coef=0", "reference.refresh_every=null", "sft=null", "evaluation=null", "data.held_out=0",
     "model.build_args={'whole': True, 'num_deepstack': 3, 'vision_layers': 3, 'num_layers': 3}",
 )  # fmt: skip
 """The run of `e2e/omni.py` in one process that generates and trains in turn, on a model that SGLang serves."""

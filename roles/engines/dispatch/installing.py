@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rondo.roles.engines.dispatch.fleet import DispatchLimits, Fleet, Member
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, PeerGone, RondoError
@@ -125,31 +125,17 @@ class Installer:
         fleet.update()
 
     async def _until_taken(self, member: Member, updating: asyncio.Future[None], began: float, num_bytes: int) -> None:
-        """Raises what the update failed with, DeadlineExceeded past its time, or what the engine's silence looks like."""
-        fleet, limits, heard_at = self._fleet, self._fleet.limits, began
-        hearing: asyncio.Task[Exception | None] | None = None
-        failed = member.updates_failed
+        """Raises what the update failed with, or DeadlineExceeded past its time. An engine that is gone, or hears nobody, ends
+        its update itself (`sglang/silence.py`)."""
+        fleet, failed = self._fleet, member.updates_failed
         with blocking("update engine", peer=member.name, deadline_s=self.patience.allowed_s(num_bytes, failed)):
-            try:
-                while True:
-                    waits: set[asyncio.Future[Any]] = {updating} if hearing is None else {updating, hearing}
-                    await asyncio.wait(waits, timeout=limits.health_interval_s, return_when=asyncio.FIRST_COMPLETED)
-                    if updating.done():
-                        return updating.result()
-                    allowed_s = self.patience.allowed_s(num_bytes, failed)  # others may have shown how long it takes
-                    if fleet.clock() - began >= allowed_s:
-                        raise DeadlineExceeded("update engine", waiter(), member.name, allowed_s)
-                    if hearing is None:
-                        hearing = asyncio.create_task(fleet.silence(member), name=f"hear {member.name}")
-                    elif hearing.done():
-                        error, hearing = hearing.result(), None
-                        if error is None:
-                            heard_at = fleet.clock()
-                        elif isinstance(error, PeerGone) or fleet.clock() - heard_at >= limits.silent_s:
-                            raise error
-            finally:
-                if hearing is not None:
-                    hearing.cancel()
+            while True:
+                await asyncio.wait([updating], timeout=fleet.limits.health_interval_s)
+                if updating.done():
+                    return updating.result()
+                allowed_s = self.patience.allowed_s(num_bytes, failed)  # others may have shown how long it takes
+                if fleet.clock() - began >= allowed_s:
+                    raise DeadlineExceeded("update engine", waiter(), member.name, allowed_s)
 
     async def _end(self, updating: asyncio.Future[None]) -> None:
         """Ends an update that is given up. A server that hangs may not let go of it: it is not waited for for ever."""

@@ -23,6 +23,8 @@ from typing import Any, Literal
 
 import torch
 
+from rondo.models.lora import adapted
+from rondo.roles.engines.adapters import refuse_older
 from rondo.roles.engines.embedded.hf_forward import HFForward, check_generation
 from rondo.roles.engines.embedded.qwen3_forward import Qwen3Forward, is_plain_qwen3
 from rondo.roles.engines.embedded.recorder import Recorder
@@ -47,6 +49,7 @@ def slot_engine(
     fixed_shapes: bool = False,
     version: int = 0,
     lent: Lent | None = None,
+    shares: bool = False,
     sleeps: bool = False,
     tells_experts: bool = False,
 ) -> SlotEngine:
@@ -54,8 +57,8 @@ def slot_engine(
 
     `forward`: "auto" takes the fused path for plain Qwen3 and the Hugging Face path for the rest; "fused" and "hf" force
     one. Raises ConfigError if it cannot compute the model. `lent`: whose tensors the model's are, where its weights
-    are somebody else's. `sleeps`: it can release its memory. `tells_experts`: completions have their routed experts, of a model
-    that has some. The rest is as in `SlotEngine`.
+    are somebody else's; `shares`: those beside its adapters are. `sleeps`: it can release its memory. `tells_experts`:
+    completions have their routed experts, of a model that has some. The rest is as in `SlotEngine`.
     """
     if forward not in ("auto", "fused", "hf"):
         raise ConfigError(f"forward must be auto, fused or hf, got {forward!r}. Use auto.")
@@ -72,7 +75,7 @@ def slot_engine(
     recorder = Recorder(model, num_slots=num_slots, max_length=max_length) if tells_experts else None
     if recorder is not None:  # the fused path is of a model without experts
         build = functools.partial(build, recorder=recorder)
-    sleeper = Sleeper(build, model, lent) if sleeps or lent is not None else None
+    sleeper = Sleeper(build, model, lent, shares=shares) if sleeps or lent is not None else None
     return SlotEngine(
         sleeper or build(),
         sleep=sleeper.sleep if sleeper is not None and sleeps else None,
@@ -82,6 +85,7 @@ def slot_engine(
         fixed_shapes=fixed_shapes,
         version=version,
         experts=recorder.read if recorder is not None else None,
+        loaded=functools.partial(refuse_older, model) if adapted(model) else None,
     )
 
 

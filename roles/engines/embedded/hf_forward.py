@@ -29,8 +29,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer, get_layer_types_and_kwargs
 
 from rondo.models.families import family_of
+from rondo.models.lora import load_published
 from rondo.models.media.batch import collate, embedding, encoded_once, placeholder_ids
-from rondo.models.names import load_disk_tensors
 from rondo.models.packing import hide_placeholders
 from rondo.models.rotations import check_length, longest_alike
 from rondo.models.trials import differs, logits_of, trial
@@ -272,7 +272,7 @@ class HFForward:
             layer.wipe(slice(None) if slot is None else slot)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        load_disk_tensors(self._model, tensors)
+        load_published(self._model, tensors)
 
     held = False
 

@@ -5,7 +5,11 @@ dozen rows a product mostly waits for the weight to arrive from memory, and the 
 it (a 9 M parameter model decodes a fifth faster). Elsewhere, and for weights that fit into a cache, it is a plain product.
 Which processor can depends on the dtype (bfloat16 needs AVX-512 or AVX-NE-CONVERT) and on torch's build, so it is tried.
 
-Invariant: `product(x)` is `F.linear(x, weight)` to rounding, for the weight last given to `set`.
+A product may have an adapter beside its weight (`models/lora.py`), which is computed as the trainer computes it: merged into
+weights of 16 bits most of it would be rounded away, and a version would cost the time to lay all weights out anew.
+
+Invariant: `product(x)` is `F.linear(x, weight)` to rounding, for the weight last given to `set`, and what was last given to
+`adapt` beside it.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ import functools
 
 import torch
 import torch.nn.functional as F
+
+from rondo.models.lora import Pair
 
 BLOCKED_FROM = 2**17
 """Elements from which the blocked layout wins; below, the weight is cached and the call's overhead decides."""
@@ -43,6 +49,7 @@ class Product:
         self._blocked = large and blocked_works(weight.dtype)
         self._num_rows = num_rows
         self._weight = torch.empty(0)
+        self._beside: Pair | None = None
         self.set(weight)
 
     def set(self, weight: torch.Tensor) -> None:
@@ -55,13 +62,23 @@ class Product:
         else:
             self._weight = weight
 
+    def adapt(self, beside: Pair | None) -> None:
+        self._beside = beside
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._blocked:
-            return torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], "")
-        return F.linear(x, self._weight)
+            return self._adapted(torch.ops.mkldnn._linear_pointwise(x, self._weight, None, "none", [], ""), x)
+        return self._adapted(F.linear(x, self._weight), x)
 
     def add(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """residual + x W^T; the residual's storage may be used for the result."""
         if self._blocked:
-            return torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, None, "add")
-        return residual.addmm_(x, self._weight.t())
+            added = torch.ops.mkldnn._linear_pointwise.binary(x, residual, self._weight, None, "add")
+            return self._adapted(added, x)
+        return self._adapted(residual.addmm_(x, self._weight.t()), x)
+
+    def _adapted(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if self._beside is None:
+            return y
+        narrow, wide, scaling = self._beside
+        return y.addmm_(F.linear(x, narrow), wide.t(), alpha=scaling)

@@ -17,7 +17,7 @@ D head_dim, L max_length, T prompt length, V vocab, E hidden size, F feed-forwar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from rondo.models.names import load_disk_tensors
+from rondo.models.lora import Adapted, Pair, adapted, load_published
 from rondo.roles.engines.embedded.products import Product
 from rondo.roles.engines.embedded.slots import Batch, Prefill
 
@@ -90,6 +90,26 @@ def ranges(positions: np.ndarray) -> list[tuple[int, int]]:
     return list(zip(ends.tolist(), longest.tolist(), strict=True))
 
 
+_Reordered = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _fused(
+    modules: Sequence[Any], rows: Sequence[_Reordered | None] = (), columns: _Reordered | None = None
+) -> Pair | None:
+    """The adapters of products whose weights lie behind each other in one; None where none has any. rows, columns: how their
+    weights were reordered."""
+    found = [(at, module) for at, module in enumerate(modules) if isinstance(module, Adapted)]
+    if not found:
+        return None
+    narrow = torch.cat([module.lora_A.weight for _, module in found])
+    blocks = []
+    for at, module in enumerate(modules):
+        wide = module.lora_B.weight if isinstance(module, Adapted) else module.weight[:, :0]
+        reorder = rows[at] if rows and isinstance(module, Adapted) else None
+        blocks.append(wide if reorder is None else reorder(wide))
+    return Pair(narrow if columns is None else columns(narrow), torch.block_diag(*blocks), found[0][1].scaling)
+
+
 class Qwen3Forward:
     """`Forward` for a `Qwen3ForCausalLM` that `is_plain_qwen3`. Float32, bfloat16 and float16, any device."""
 
@@ -104,6 +124,7 @@ class Qwen3Forward:
         self._num_slots = num_slots
         self._length = -(-max_length // KV_BLOCK) * KV_BLOCK
         self._fixed_shapes = fixed_shapes
+        self._adapts = bool(adapted(model))
         shape = (config.num_hidden_layers, num_slots, 2 * self._num_kv, self._length, self._dim)
         with torch.inference_mode():
             self._cache = torch.zeros(shape, dtype=self._dtype, device=self._device)
@@ -111,6 +132,7 @@ class Qwen3Forward:
             self._mask = torch.full((num_slots, self._length), -torch.inf, dtype=self._dtype, device=self._device)
             self._layers = [self._built(layer) for layer in model.model.layers]
             self._head = Product(model.lm_head.weight, num_slots)
+            self._adapt()
             positions = torch.arange(self._length, device=self._device)[None]
             cos, sin = model.model.rotary_emb(torch.zeros(1, device=self._device), positions)
             half = self._dim // 2
@@ -164,8 +186,11 @@ class Qwen3Forward:
         (self._cache if slot is None else self._cache[:, slot]).zero_()
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        load_disk_tensors(self._model, tensors)
-        self.refresh()
+        load_published(self._model, tensors)
+        if self._adapts:
+            self._adapt()
+        else:
+            self.refresh()
 
     def _layer(
         self,
@@ -248,19 +273,33 @@ class Qwen3Forward:
 
     def _fuse(self, module: Any) -> tuple[torch.Tensor, ...]:
         """The weights of a layer's products, computed from the module's parameters, and the norm of q and k."""
-        attention, mlp = module.self_attn, module.mlp
-        num_q, num_kv, half = self._num_q, self._num_kv, self._dim // 2
-
-        def adjacent(weight: torch.Tensor) -> torch.Tensor:
-            """Rows of each head reordered so that dimension j lies beside its rotation partner j + D / 2."""
-            return weight.view(-1, 2, half, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
-
+        attention, mlp, adjacent = module.self_attn, module.mlp, self._adjacent
+        num_q, num_kv = self._num_q, self._num_kv
         qkv = torch.cat([adjacent(attention.q_proj.weight), adjacent(attention.k_proj.weight), attention.v_proj.weight])
-        out = attention.o_proj.weight
-        out = out.view(-1, num_kv, num_q // num_kv, self._dim).transpose(1, 2).reshape(out.shape)
+        out = self._as_seen(attention.o_proj.weight)
         gate_up = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
         q_norm, k_norm = adjacent(attention.q_norm.weight), adjacent(attention.k_norm.weight)
         return qkv, out, gate_up, torch.cat([q_norm.expand(num_q, -1), k_norm.expand(num_kv, -1)]).float()
+
+    def _adjacent(self, weight: torch.Tensor) -> torch.Tensor:
+        """Rows of each head reordered so that dimension j lies beside its rotation partner j + D / 2."""
+        return weight.view(-1, 2, self._dim // 2, *weight.shape[1:]).transpose(1, 2).reshape(weight.shape)
+
+    def _as_seen(self, weight: torch.Tensor) -> torch.Tensor:
+        """Columns reordered to the order in which attention leaves its heads."""
+        heads = weight.view(-1, self._num_kv, self._num_q // self._num_kv, self._dim)
+        return heads.transpose(1, 2).reshape(weight.shape)
+
+    @torch.inference_mode()
+    def _adapt(self) -> None:
+        """Takes the module's adapters over, fused as the products are."""
+        for layer in self._layers if self._adapts else ():
+            attention, mlp = layer.module.self_attn, layer.module.mlp
+            qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+            layer.qkv.adapt(_fused(qkv, rows=(self._adjacent, self._adjacent, None)))
+            layer.out.adapt(_fused((attention.o_proj,), columns=self._as_seen))
+            layer.gate_up.adapt(_fused((mlp.gate_proj, mlp.up_proj)))
+            layer.down.adapt(_fused((mlp.down_proj,)))
 
     def _built(self, module: Any) -> _Layer:
         qkv, out, gate_up, qk_norm = self._fuse(module)
@@ -279,4 +318,5 @@ class Qwen3Forward:
             layer.gate_up.set(gate_up)
             layer.down.set(layer.module.mlp.down_proj.weight)
             layer.qk_norm.copy_(qk_norm)
+        self._adapt()
         self._head.set(self._model.lm_head.weight)

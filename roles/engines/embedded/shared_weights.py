@@ -1,4 +1,5 @@
 """The trainer's own tensors, lent to the engine of the same process: no second copy of the weights, and nothing to publish to it.
+With adapters the base alone is lent, which never moves: the engine has adapters of its own, and gets them as published.
 
 Owns which policy version the lent tensors are, as the trainer says it. Does not own the check before every forward that they are
 still what the engine calls them (`sleeping.py`), the tensors (`roles/training/backend.py`), the moment of a flip (`embedded.py`)
@@ -21,6 +22,9 @@ from typing import Any
 
 import torch
 
+from rondo.models.lora import adapted
+from rondo.models.names import adapter_tensors
+
 
 class Flip(dict[str, torch.Tensor]):
     """To the lent tensors as they are, so there is nothing in it; `version` says which they must be."""
@@ -31,12 +35,16 @@ class Flip(dict[str, torch.Tensor]):
 
 
 class Lent:
-    """A model over the trainer's parameters. `model` is a module of its own: modes, wrappers and hooks of the trainer's do not
-    reach it, only its parameters are the same objects."""
+    """A model over the trainer's parameters, but for adapters. `model` is a module of its own: modes, wrappers and hooks of the
+    trainer's do not reach it, only its parameters are the same objects."""
 
     def __init__(self, model: Any) -> None:
         """model: the trainer's, whole and before anything is wrapped or sharded."""
-        self.model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        adapters = {id(each) for each in adapter_tensors(model).values()}
+        self.model = copy.deepcopy(model, {id(p): p for p in model.parameters() if id(p) not in adapters})
+        for product in adapted(self.model).values():
+            for part in (product.lora_A, product.lora_B):
+                part.to(self.model.dtype)
         self.version: int | None = None
         self._changed = asyncio.Event()
 

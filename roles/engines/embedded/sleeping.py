@@ -7,6 +7,8 @@ come from, or what lent tensors are (`shared_weights.py`).
 
     awake --sleep (nothing in flight)--> asleep: no key-value cache, no fused weights, no weights of its own --load--> awake
 
+The base of adapters is not published again: what the engine has of its own of it lies in host memory meanwhile.
+
 Invariant: a forward that sleeps, or whose lent tensors are another version, is held: nothing is computed until weights are
 loaded. What it computes after a sleep is what it would have computed without, since the cache of what is in flight is empty at
 both ends.
@@ -19,7 +21,8 @@ from typing import Any
 
 import torch
 
-from rondo.models.names import load_disk_tensors
+from rondo.models.at_rest import AtRest
+from rondo.models.lora import adapted, load_published
 from rondo.roles.engines.embedded.shared_weights import Flip, Lent
 from rondo.roles.engines.embedded.slots import Batch, Forward
 from rondo.runtime.errors import CorruptData
@@ -27,10 +30,15 @@ from rondo.runtime.errors import CorruptData
 
 class Sleeper:
     """`Forward` around the one that `make` builds over `model`. `lent`: the model's weights are somebody else's, who says which
-    version they are; they stay while it sleeps, and it flips by taking over what has become of them."""
+    version they are; they stay while it sleeps, and it flips by taking over what has become of them. `shares`: those of its base
+    alone are somebody else's."""
 
-    def __init__(self, make: Callable[[], Forward], model: Any, lent: Lent | None = None) -> None:
+    def __init__(
+        self, make: Callable[[], Forward], model: Any, lent: Lent | None = None, *, shares: bool = False
+    ) -> None:
         self._make = make
+        self._adapts, self._shares = bool(adapted(model)), shares
+        self._at_rest = AtRest()
         self._model = model
         self._lent = lent
         self._version: int | None = None
@@ -52,7 +60,9 @@ class Sleeper:
     def sleep(self) -> None:
         """Release everything. What was in the cache is gone."""
         self._forward = None
-        for parameter, _ in self._shapes if self._lent is None else ():
+        if self._adapts and not self._shares:
+            self._at_rest.leave(parameter for parameter, _ in self._shapes if parameter.is_cuda)
+        for parameter, _ in self._shapes if self._lent is None and not self._adapts else ():
             parameter.data = parameter.data.new_empty(0)
 
     def __call__(self, batch: Batch) -> torch.Tensor:
@@ -82,9 +92,10 @@ class Sleeper:
         if self._forward is not None:
             self._forward.load(tensors)
             return
-        for parameter, shape in self._shapes:
+        self._at_rest.come_back()
+        for parameter, shape in self._shapes if not self._adapts else ():
             parameter.data = parameter.data.new_empty(shape)
-        load_disk_tensors(self._model, tensors)
+        load_published(self._model, tensors)
         self._forward = self._make()
 
     def refresh(self) -> None:

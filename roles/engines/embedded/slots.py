@@ -128,6 +128,7 @@ class SlotEngine:
     runs beside it; it needs at least 4 slots (float32 products of 1 to 3 rows round differently). In a model with experts
     they still do, in the last bits: how many rows an expert gets is up to all sequences. `sleep` releases the forward's memory.
     `experts(slot, length)` are those of a slot's first tokens, [length, layers, top_k], in an engine that tells them.
+    `loaded(version, tensors)` raises where weights that were just loaded are not there.
 
     After an exception from `step` the cache is undefined: call `clear`, which drops every request.
     """
@@ -143,6 +144,7 @@ class SlotEngine:
         version: int = 0,
         sleep: Callable[[], None] | None = None,
         experts: Callable[[int, int], np.ndarray] | None = None,
+        loaded: Callable[[int, Mapping[str, torch.Tensor]], None] | None = None,
     ) -> None:
         least = 4 if fixed_shapes else 1
         if max_prefill_tokens < 1:
@@ -156,7 +158,7 @@ class SlotEngine:
         self.max_length = max_length
         self._forward = forward
         self._sleep = sleep
-        self._experts = experts
+        self._experts, self._loaded = experts, loaded
         self.asleep = False
         self._max_prefill_tokens = max_prefill_tokens
         self._fixed_shapes = fixed_shapes
@@ -255,6 +257,8 @@ class SlotEngine:
         in front of all others to be computed anew, or are returned as interrupted, as each asked for.
         Raises ConfigError, with weights and version unchanged, if names or shapes are not exactly the model's."""
         self._forward.load(tensors)
+        if self._loaded is not None:
+            self._loaded(version, tensors)
         self.asleep = False
         self.version = version
         self._prompts.clear()  # a prompt computed under the old weights is not shared any more

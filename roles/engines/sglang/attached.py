@@ -19,7 +19,6 @@ a resumed run begins with the servers of its settings.
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from rondo.roles.engines.dispatch import Dispatcher
 from rondo.roles.engines.sglang.requirements import address_of
 from rondo.roles.engines.sglang.restarts import KeptEngine
 from rondo.runtime.errors import Refused
+from rondo.runtime.records.record import write_whole
 from rondo.runtime.waits import finished, wait_for
 
 Tell = Callable[[str, Mapping[str, Any]], Awaitable[None]]
@@ -140,10 +140,8 @@ class AttachedServers:
                 server.keeping.cancel()
 
     def _write(self) -> None:
-        """The whole file or none."""
-        aside = self._record.with_suffix(f".{os.getpid()}")
-        aside.write_bytes(orjson.dumps([url for url, each in self._servers.items() if each.state == "active"]))
-        aside.replace(self._record)
+        urls = [url for url, each in self._servers.items() if each.state == "active"]
+        write_whole(self._record, orjson.dumps(urls))
 
 
 @asynccontextmanager

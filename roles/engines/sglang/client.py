@@ -15,13 +15,14 @@ there.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Self
 
 import orjson
 
 from rondo.roles.engines.faults import NotThere
 from rondo.roles.engines.sglang.connections import Connections
-from rondo.runtime.errors import PeerGone, Refused, RondoError
+from rondo.runtime.errors import ConfigError, PeerGone, Refused, RondoError
 from rondo.runtime.waits import wait_for
 
 _MAX_TEXT = 2000
@@ -45,6 +46,11 @@ class SGLangClient:
         self.url = url.rstrip("/")
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._connections = Connections(self.url, headers)
+
+    @property
+    def num_heard(self) -> int:
+        """Answers, and parts of answers."""
+        return self._connections.num_heard
 
     async def __aenter__(self) -> Self:
         return self
@@ -106,6 +112,19 @@ class SGLangClient:
         if status != 200:
             raise ServerError(self.url, path, status, _words(told))
         return told
+
+
+def read_key(file: str | None, setting: str = "sglang.api_key_file") -> str | None:
+    """The bearer key of servers that run already."""
+    if file is None:
+        return None
+    try:
+        found = Path(file).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"{setting} must be a file to read, got {file}: {error.strerror}") from error
+    if not found:
+        raise ConfigError(f"{setting} must hold a key, got an empty file {file}. Write the key into it")
+    return found
 
 
 class _Events:

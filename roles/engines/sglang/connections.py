@@ -51,6 +51,8 @@ class Connections:
         self._idle: list[tuple[float, _Connection]] = []
         self._all: set[_Connection] = set()
         self._closed = False
+        self.num_heard = 0
+        """Answers, and parts of those that are handed over while they come."""
 
     async def call(
         self, method: str, path: str, body: bytes | None, *, on_body: Callable[[bytes], None] | None = None
@@ -65,9 +67,16 @@ class Connections:
             head = b"%bContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % (head, len(body))
             message = [head + body] if len(body) < _JOINED_BYTES else [head, body]
         keeps = False
+
+        def tell(piece: bytes) -> None:
+            assert on_body is not None
+            self.num_heard += 1
+            on_body(piece)
+
         try:
             connection.transport.writelines(message)
-            status, answer, keeps = await _answer(connection, on_body)
+            status, answer, keeps = await _answer(connection, None if on_body is None else tell)
+            self.num_heard += 1
         finally:
             if keeps and connection.clean:
                 self._idle.append((time.monotonic(), connection))

@@ -14,6 +14,9 @@ requests that ask for "interrupt" are handed back, and the others asked again he
 Of a request's tokens the server tells while they are made, every PART_TOKENS, where it sends new tokens alone: so it is known
 which request comes further. Where it would send all tokens each time, answers come whole, and only that it generates is known.
 
+With `adapters` (its `weights` then) versions are adapters, of which a server has several, and nothing pauses. A request ends
+under the one that it began with ("in_place"), or is aborted here once a newer one is there, and goes on under that as above.
+
 Invariant: every `generate` ends with a completion whose tokens each have their log-prob and the version they were sampled
 under, or with an error: PeerGone where the server left, and then nothing of it is known.
 """
@@ -24,7 +27,7 @@ import asyncio
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -42,6 +45,7 @@ from rondo.runtime.waits import PROCESS
 if TYPE_CHECKING:
     import torch
 
+    from rondo.roles.engines.sglang.adapters import ServerAdapters
     from rondo.roles.engines.sglang.weights import ServerWeights
 
 Pause = Literal["in_place", "retract", "abort"]
@@ -86,19 +90,20 @@ class SGLangEngine:
         self,
         client: SGLangClient,
         *,
-        weights: ServerWeights,
+        weights: ServerWeights | ServerAdapters,
         pause: Pause,
         capabilities: Capabilities,
         version: int = STRANGE,
+        adapters: ServerAdapters | None = None,
     ) -> None:
-        if pause != "abort" and not capabilities.version_spans:
+        if pause != "abort" and not capabilities.version_spans and adapters is None:
             raise ConfigError(
                 f"sglang.pause must be 'abort' with SGLang {capabilities.version} of {client.url}, which does not tell under "
                 f"which weights a token was sampled, got {pause!r}. Set it, or use SGLang 0.5.20 or newer"
             )
         self.client = client
         self.capabilities = capabilities
-        self._weights = weights
+        self._weights, self._adapters = weights, adapters
         self._pause = pause
         self._prefixes: str | None = str(version)
         """What requests share prefixes under; None while weights change."""
@@ -151,7 +156,11 @@ class SGLangEngine:
         if asked is None or asked.cancelled:
             return
         asked.cancelled = True
-        if asked.rid is not None:
+        self._end(asked)
+
+    def _end(self, asked: _Asked) -> None:
+        """What it has under way at the server, if anything."""
+        if asked.rid is not None and asked.aborting is None:
             asked.aborting = asyncio.create_task(self._abort(asked.rid), name="sglang abort")
 
     async def _generate(self, request: Request, asked: _Asked) -> Completion:
@@ -187,7 +196,7 @@ class SGLangEngine:
             return None  # at a token that ends sequences for the server, but not for this request
         if asked.cancelled:
             return "cancelled"
-        if self._pause != "abort":
+        if self._pause == "in_place" or (self._pause == "retract" and self._adapters is None):
             raise Refused(
                 f"request {request.id!r} must end by itself on {self.client.url}, got aborted: {answer.why}. "
                 "See who else controls this server"
@@ -199,21 +208,22 @@ class SGLangEngine:
     async def _ask(self, request: Request, asked: _Asked, room: int) -> Answer:
         """One call, for `room` tokens. The answer has none where the request is aborted before its first one."""
         self._num_calls += 1
-        sent_under = self._version
         asked.rid = f"{request.id}#{self._name}.{self._num_calls}"
         asked.at, asked.num_tokens = PROCESS.clock(), 0
-        found, num_before = self.capabilities, len(request.sequence)
-        growing = Growing(request.params.num_top, found.vocabulary)
+        sent_under, found = self._version, self.capabilities
+        growing = Growing(request.params.num_top, found.vocabulary, None if self._adapters is None else sent_under)
+        using = nullcontext() if self._adapters is None else self._adapters.used(sent_under)
         try:
-            body = body_of(request, asked.rid, room, found)
-            if self._pause == "in_place":
-                # The server keeps the cache that older weights filled: a prompt that comes again must not meet it. What is in
-                # the caches of older versions is the first to be evicted.
-                body["extra_key"] = asked.rid if self._prefixes is None else self._prefixes
-            if request.progress is not None or found.tells_new_tokens:
-                await self._stream(growing, request, asked, body, sent_under)
-            else:
-                growing.take_whole(await self.client.post("/generate", body, deadline_s=STALL_S, moved=self._moved))
+            with using as adapter:
+                body = body_of(request, asked.rid, room, found, adapter)
+                if adapter is None and self._pause == "in_place":
+                    # The server keeps the cache that older weights filled: a prompt that comes again must not meet it. What is in
+                    # the caches of older versions is the first to be evicted.
+                    body["extra_key"] = asked.rid if self._prefixes is None else self._prefixes
+                if request.progress is not None or found.tells_new_tokens:
+                    await self._stream(growing, request, asked, body, sent_under)
+                else:
+                    growing.take_whole(await self.client.post("/generate", body, deadline_s=STALL_S, moved=self._moved))
         except ServerError as error:
             if error.status == 400:
                 raise ConfigError(
@@ -225,20 +235,32 @@ class SGLangEngine:
             raise
         finally:
             asked.rid = None
+            if asked.aborting is not None and not asked.cancelled:
+                asked.aborting.cancel()
+                asked.aborting = None
         self._moved_at = PROCESS.clock()
+        num_before = len(request.sequence)
         answer = growing.answer(num_before=num_before, most=room, experts=found.experts)
         meta, versions = growing.meta, answer.new.policy_versions
-        if self._version != STRANGE and (STRANGE in versions or versions.max(initial=0) > self._given):
-            raise Refused(
-                f"the server {self.client.url} must sample under weights that it was given, {self._given} the newest, got "
-                f"tokens of version {meta.get('weight_version')!r}. It was restarted, or somebody else gave it weights"
-            )
+        self._check_versions(meta.get("weight_version"), versions)
         shared = min(integer(meta, "cached_tokens", 0), num_before)
         self._count_old_cache(versions, sent_under)
         self._counts["tokens_generated"] += len(versions)
         self._counts["shared_prompt_tokens"] += shared
         self._counts["prefill_tokens"] += num_before - shared
         return answer
+
+    def _check_versions(self, told: object, versions: np.ndarray) -> None:
+        """Refused for an answer under weights that this engine did not give."""
+        if self._adapters is not None:
+            given = self._adapters.is_base(told)
+        else:
+            given = self._version == STRANGE or not (STRANGE in versions or versions.max(initial=0) > self._given)
+        if not given:
+            raise Refused(
+                f"the server {self.client.url} must sample under weights that it was given, {self._given} the newest, got "
+                f"tokens of version {told!r}. It was restarted, or somebody else gave it weights"
+            )
 
     def _count_old_cache(self, versions: np.ndarray, sent_under: int) -> None:
         """Of new tokens, int32 [R], changed here: the first one counts as of the weights that the request was sent under.
@@ -282,7 +304,7 @@ class SGLangEngine:
         return ended_with(request, reason, done)
 
     async def _abort(self, rid: str) -> None:
-        """Until `generate` ends: an abort that overtakes its request on the way is forgotten by the server."""
+        """Until its call ends: an abort that overtakes its request on the way is forgotten by the server."""
         while True:
             with suppress(PeerGone, DeadlineExceeded, ServerError):  # then `generate` itself learns what is wrong
                 await self.client.post("/abort_request", {"rid": rid}, deadline_s=_ASK_S)
@@ -299,7 +321,10 @@ class SGLangEngine:
             await self._weights.update(version, tensors)
         finally:
             self.asleep = self._weights.asleep
-        self._version, self._prefixes = version, str(version)
+        before, self._version, self._prefixes = self._version, version, str(version)
+        if self._adapters is not None and self._pause != "in_place" and version != before:
+            for asked in self._asked.values():
+                self._end(asked)
 
     async def sleep(self) -> None:
         """Gives the server's memory back until the next weights, unless it has requests or gives it already."""
@@ -386,12 +411,15 @@ class SGLangEngine:
                 self._seen = load
 
     async def close(self, why: Exception | None = None) -> None:
-        """Idempotent. Requests in flight end with `why`, Closed by default; the server stays as it is."""
+        """Idempotent. Requests in flight end with `why`, Closed by default; the server stays as it is. With `why` it is of no
+        use, and nobody takes leave of it."""
         if self._closed is not None:
             return
         self._closed = why or Closed("the engine must be open, got a call after close. Start another engine")
         if self._watching is not None:
             self._watching.cancel()
+        if why is not None:
+            await self.client.__aexit__()
         with suppress(PeerGone, DeadlineExceeded, ServerError):  # it may be gone, and takes what it had with it
             await self._weights.close()
         await self.client.__aexit__()

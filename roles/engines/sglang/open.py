@@ -19,17 +19,20 @@ from pathlib import Path
 from rondo.roles.config import JobConfig, SGLangConfig
 from rondo.roles.engines.dispatch import Dispatcher, DispatchLimits
 from rondo.roles.engines.dispatch.installing import Reload
+from rondo.roles.engines.ranges import PRIORITY
+from rondo.roles.engines.sglang.adapter_folder import target_modules
+from rondo.roles.engines.sglang.adapters import ServerAdapters
 from rondo.roles.engines.sglang.capabilities import probe
-from rondo.roles.engines.sglang.client import SGLangClient
+from rondo.roles.engines.sglang.client import SGLangClient, read_key
+from rondo.roles.engines.sglang.model_folder import ModelFolder
 from rondo.roles.engines.sglang.one_server import SGLangEngine
 from rondo.roles.engines.sglang.requirements import silent_about_experts, too_short
 from rondo.roles.engines.sglang.restarts import Connect, KeptEngine
 from rondo.roles.engines.sglang.router import RoutedServers
-from rondo.roles.engines.sglang.server import AttachedServer, Launch, Server, SGLangServer
+from rondo.roles.engines.sglang.server import Argument, AttachedServer, Launch, Server, SGLangServer
 from rondo.roles.engines.sglang.suitable import require_suitable
-from rondo.roles.engines.sglang.weights import ServerWeights
+from rondo.roles.engines.sglang.weights import LOAD_DEADLINE_S, ServerWeights
 from rondo.roles.job import Job
-from rondo.runtime.errors import ConfigError
 from rondo.runtime.worker.context import WorkerContext
 
 _SPARE_TOKENS = 256
@@ -40,8 +43,8 @@ def kept_engines(ctx: WorkerContext, job: Job, *, newest: Reload) -> list[KeptEn
     """The engines of this process, in the order of its devices or of the addresses. ConfigError for a key that is not there."""
     settings = job.config.rollout.sglang
     assert settings is not None
-    folders = (ctx.rt_dir / _name(ctx, index) for index in itertools.count())
-    connect = functools.partial(_connect_of, job, processed_media=not settings.urls)
+    folders = (_folder(ctx, job, _name(ctx, index)) for index in itertools.count())
+    connect = functools.partial(_connect_of, ctx, job, processed_media=not settings.urls)
     return [
         _kept(ctx, settings, server, functools.partial(connect, folder=folder), newest)
         for server, folder in zip(servers_of(ctx, job, settings), folders, strict=False)
@@ -56,7 +59,7 @@ def attached_engine(ctx: WorkerContext, job: Job, url: str, *, newest: Reload) -
 
     async def connect(client: SGLangClient) -> SGLangEngine:
         await require_suitable(client, job.config, job.model_path)
-        return await _connect_of(job, client, folder=ctx.rt_dir / name, processed_media=False)
+        return await _connect_of(ctx, job, client, folder=_folder(ctx, job, name), processed_media=False)
 
     return _kept(ctx, settings, AttachedServer(url, key=read_key(settings.api_key_file)), connect, newest)
 
@@ -68,14 +71,29 @@ def _kept(ctx: WorkerContext, settings: SGLangConfig, server: Server, connect: C
     )  # fmt: skip
 
 
-async def _connect_of(job: Job, client: SGLangClient, *, folder: Path, processed_media: bool) -> SGLangEngine:
-    settings = job.config.rollout.sglang
+async def _connect_of(
+    ctx: WorkerContext, job: Job, client: SGLangClient, *, folder: Path, processed_media: bool
+) -> SGLangEngine:
+    config, settings = job.config, job.config.rollout.sglang
     assert settings is not None
+    adapters = None
+    if config.adapts_engines:
+        assert config.train.lora is not None
+        adapters = ServerAdapters(
+            client, lora=config.train.lora, folder=folder, model_path=job.model_path, run_dir=ctx.run_dir,
+            attempt=ctx.attempt, room=config.adapter_room, exact=config.train.dtype == "float32",
+            deadline_s=settings.update_deadline_s or LOAD_DEADLINE_S,
+        )  # fmt: skip
     return await connect_engine(
         client, settings=settings, folder=folder, model_path=job.model_path, device=job.device,
-        processed_media=processed_media, tells_experts=job.config.train.router_replay,
-        max_prompt_tokens=job.config.rollout.max_prompt_tokens,
+        processed_media=processed_media, tells_experts=config.train.router_replay == "r3",
+        max_prompt_tokens=config.rollout.max_prompt_tokens, adapters=adapters,
     )  # fmt: skip
+
+
+def _folder(ctx: WorkerContext, job: Job, name: str) -> Path:
+    """A server's own. Adapters are small, and lie where servers on other nodes find them too."""
+    return (ctx.run_dir / "adapters" if job.config.adapts_engines else ctx.rt_dir) / name
 
 
 def one_engine(engines: Sequence[KeptEngine], *, newest: Reload, update_deadline_s: float | None = None) -> Dispatcher:
@@ -97,6 +115,7 @@ async def connect_engine(
     processed_media: bool,
     tells_experts: bool = False,
     max_prompt_tokens: int = 1,
+    adapters: ServerAdapters | None = None,
 ) -> SGLangEngine:
     """An engine over a server that answers. ConfigError for one that does not tell routed experts where it should, or that does
     not take prompts of `max_prompt_tokens`."""
@@ -106,8 +125,8 @@ async def connect_engine(
     if tells_experts and found.experts is None:
         raise silent_about_experts(client.url)
     await asyncio.to_thread(folder.mkdir, parents=True, exist_ok=True)
-    weights = ServerWeights(settings, client, folder=folder, model_path=model_path, device=device)
-    engine = SGLangEngine(client, weights=weights, pause=settings.pause, capabilities=found)
+    weights = adapters or ServerWeights(settings, client, folder=folder, model_path=model_path, device=device)
+    engine = SGLangEngine(client, weights=weights, pause=settings.pause, capabilities=found, adapters=adapters)
     await weights.open()
     return engine
 
@@ -154,10 +173,12 @@ def launch_of(
     assert settings.python is not None
     rollout = config.rollout
     first = int(device.removeprefix("cuda:")) if device.startswith("cuda:") else None
-    arguments = dict(settings.arguments)
+    arguments: dict[str, Argument] = dict(settings.arguments)
+    if config.adapts_engines:
+        arguments = {**_takes_adapters(config, model_path, on_cpu=first is None, releases=releases), **arguments}
     if releases and first is not None:  # without a GPU there is nothing to release, and a server does not start so
         arguments = {"enable-memory-saver": True, **arguments}
-    if config.train.router_replay:
+    if config.train.router_replay == "r3":
         arguments = {"enable-return-routed-experts": True, **arguments}
     return Launch(
         settings.python,
@@ -172,14 +193,17 @@ def launch_of(
     )
 
 
-def read_key(file: str | None) -> str | None:
-    """The bearer key of servers that run already."""
-    if file is None:
-        return None
-    try:
-        found = Path(file).read_text().strip()
-    except OSError as error:
-        raise ConfigError(f"sglang.api_key_file must be a file to read, got {file}: {error.strerror}") from error
-    if not found:
-        raise ConfigError(f"sglang.api_key_file must hold a key, got an empty file {file}. Write the key into it")
+def _takes_adapters(config: JobConfig, model_path: str, *, on_cpu: bool, releases: bool) -> dict[str, Argument]:
+    lora = config.train.lora
+    assert lora is not None
+    found: dict[str, Argument] = {
+        "enable-lora": True, "max-lora-rank": lora.rank, "max-loras-per-batch": config.adapter_room + 1,
+        "lora-target-modules": target_modules(lora, ModelFolder.of(model_path)),
+        # What is asked to prove a version stands before all that waits for room, and takes none from what runs.
+        "enable-priority-scheduling": True, "priority-scheduling-preemption-threshold": int(PRIORITY.most),
+    }  # fmt: skip
+    if on_cpu:
+        found["lora-backend"] = "torch_native"  # its other kernels are a GPU's
+    elif releases:
+        found["enable-weights-cpu-backup"] = True  # nobody gives a server its base again
     return found

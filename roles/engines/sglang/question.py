@@ -64,8 +64,8 @@ def room_for(request: Request, found: Capabilities) -> int:
     return min(left, lengths.whole - there) if there <= lengths.prompt else 0
 
 
-def body_of(request: Request, rid: str, room: int, found: Capabilities) -> dict[str, Any]:
-    """`rid` names the call at the server."""
+def body_of(request: Request, rid: str, room: int, found: Capabilities, adapter: str | None = None) -> dict[str, Any]:
+    """`rid` names the call at the server; `adapter` the one to generate with."""
     params = request.params
     sampling: dict[str, Any] = {
         "max_new_tokens": room,
@@ -85,6 +85,8 @@ def body_of(request: Request, rid: str, room: int, found: Capabilities) -> dict[
     body: dict[str, Any] = {
         "rid": rid, "input_ids": request.sequence.tolist(), "sampling_params": sampling, "return_logprob": True,
     }  # fmt: skip
+    if adapter is not None:
+        body["lora_path"] = adapter
     if params.num_top:
         body["top_logprobs_num"] = params.num_top
     if found.experts is not None:

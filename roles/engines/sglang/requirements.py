@@ -52,9 +52,28 @@ def require_version(text: str, where: str) -> tuple[int, ...]:
 def silent_about_experts(where: str) -> ConfigError:
     """For a server of which routed experts are wanted, and which does not tell them."""
     return ConfigError(
-        f"train.router_replay must be False with servers that do not tell which experts they route to, got {where}. Start it "
-        "with --enable-return-routed-experts and a model whose config.json can be read here, or set train.router_replay=False"
+        f"train.router_replay must not be 'r3' with servers that do not tell which experts they route to, got {where}. Start it "
+        "with --enable-return-routed-experts and a model whose config.json can be read here, or change it"
     )
+
+
+def require_adapters(info: Mapping[str, Any], *, rank: int, room: int, where: str) -> None:
+    """Raises ConfigError unless a server that tells this of itself (/server_info) takes `room` versions of an adapter at once."""
+    slots = room + 1  # one for requests without an adapter
+    most, in_batch = info.get("max_loaded_loras"), integer(info, "max_loras_per_batch", 0)
+    wrong = [
+        "no adapters" if not info.get("enable_lora") else "",
+        f"ranks up to {info.get('max_lora_rank')}" if integer(info, "max_lora_rank", rank) < rank else "",
+        f"{in_batch} at once" if info.get("enable_lora") and in_batch < slots else "",
+        f"{most} loaded" if most is not None and most < slots else "",
+        f"dp_size {info.get('dp_size')}" if integer(info, "dp_size", 1) != 1 else "",
+    ]
+    if any(wrong):
+        raise ConfigError(
+            f"the SGLang server {where} must take {room} versions of an adapter of rank {rank} on one data-parallel rank, got "
+            f"{', '.join(filter(None, wrong))}. Start it with --enable-lora --max-lora-rank {rank} --max-loras-per-batch {slots} "
+            "and --lora-target-modules, or set train.lora.publish='merged'"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,10 +46,11 @@ class Answer:
 
 class Growing:
     """One answer, until its last part, of a model with so large a `vocabulary` (None: not known). `num_top`: how many of the
-    likeliest tokens were asked for at each place."""
+    likeliest tokens were asked for at each place. `version`: of the adapter that was asked for, which a server does not tell."""
 
-    def __init__(self, num_top: int = 0, vocabulary: int | None = None) -> None:
+    def __init__(self, num_top: int = 0, vocabulary: int | None = None, version: int | None = None) -> None:
         self._vocabulary = vocabulary
+        self._version = version
         self._tokens, self._log_probs = _Column(np.int32), _Column(np.float32)
         self._versions = _Column(np.int32)
         self._num_top = num_top
@@ -102,7 +103,8 @@ class Growing:
         tokens, log_probs = sampled(triples, self._vocabulary)
         self._tokens.add(tokens)
         self._log_probs.add(log_probs)
-        self._versions.add(np.full(len(tokens), version_of(meta.get("weight_version")), np.int32))
+        version = version_of(meta.get("weight_version")) if self._version is None else self._version
+        self._versions.add(np.full(len(tokens), version, np.int32))
         if self._num_top and (found := _top_of(top, len(tokens), self._vocabulary, self._num_top)) is not None:
             self._top[0].add(found.tokens)
             self._top[1].add(found.log_probs)
@@ -140,7 +142,8 @@ class Growing:
             )
         matched = finish.get("matched")
         routed = _routed(meta.get("routed_experts"), num_before + num_tokens - 1, experts)
-        whole = Prefix(new.tokens, new.log_probs, _versions(meta, num_tokens), new.top, routed)
+        versions = _versions(meta, num_tokens) if self._version is None else new.policy_versions
+        whole = Prefix(new.tokens, new.log_probs, versions, new.top, routed)
         return Answer(whole, kind, str(finish.get("message") or ""), matched if isinstance(matched, int) else None)
 
 

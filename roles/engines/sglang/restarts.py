@@ -11,7 +11,7 @@ that has none (`one_engine`).
         await engine.update_weights(version, tensors)
         await engine.generate(request)
 
-A server that runs and is silent makes no token for requests that it has, or, without any, does not say what its load is.
+A server that runs may still be of no use (`silence.py`): it is ended then, with what it was asked and an update that it is given.
 
 Invariant: what is asked while no server is there, or under a server that leaves, ends with PeerGone; and no server's end is the
 end of another one, or of whoever keeps them.
@@ -33,7 +33,9 @@ from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.engines.sglang.numbers import STRANGE, version_of
 from rondo.roles.engines.sglang.one_server import Load, SGLangEngine
 from rondo.roles.engines.sglang.server import Server, first_of
-from rondo.runtime.errors import Closed, ConfigError, PeerGone, ProtocolError, RondoError
+from rondo.roles.engines.sglang.silence import Silence
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone, ProtocolError, RondoError
+from rondo.runtime.processes.process import TICKS_PER_S, Stat
 from rondo.runtime.waits import waiting
 
 if TYPE_CHECKING:
@@ -43,7 +45,10 @@ Connect = Callable[[SGLangClient], Awaitable[SGLangEngine]]
 Tell = Callable[[str, Mapping[str, Any]], Awaitable[None]]
 
 _ASK_S = 30.0
-_LOOK_S = 5.0
+_FACE, _SCHEDULER = "/model_info", "/server_info"
+"""Who speaks HTTP answers the first by itself; for the second it asks all of its schedulers."""
+_WAITS = 0.01
+"""Of a processor: what a server's processes use at most that all wait, with threads that look at clocks."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
@@ -165,17 +170,39 @@ class KeptEngine:
                 self._why = f"it did not start: {error}"
 
     async def _silent(self, engine: SGLangEngine) -> str:
-        """Waits until the server neither makes tokens nor answers for `silent_s`, updates and sleep left out."""
-        seen, since = -1, self._clock()
-        while True:
-            await self._sleep(min(_LOOK_S, self._silent_s / 4))
+        """Waits until the server is of no use, and says why."""
+        silence, why = Silence(self._silent_s, self._clock()), ""
+        while not why:
+            await self._sleep(silence.pause_s)
+            excused = self._is_excused(engine)
+            workers = await asyncio.to_thread(self.server.workers)
+            asked_at, before = self._clock(), engine.client.num_heard
+            asked = [
+                engine.client.get(path, deadline_s=silence.patience_s) for path in (_FACE, _SCHEDULER)[: 2 - excused]
+            ]
+            answered, *of_scheduler = await asyncio.gather(*map(_answers, asked))
+            took_s, scheduled = self._clock() - asked_at, all(of_scheduler)
+            computes = workers is None or (not scheduled and await self._computed(workers, took_s))
             stats = engine.stats()
-            made, has_requests = stats.tokens_generated + stats.decode_steps, stats.num_running + stats.num_waiting > 0
-            excused = made != seen or self._updating.locked() or engine.asleep
-            if excused or (not has_requests and await _answers(engine)):
-                seen, since = made, self._clock()
-            elif self._clock() - since >= self._silent_s:
-                return f"it was silent for {self._silent_s:g} s"
+            idle = scheduled and stats.num_running + stats.num_waiting == 0
+            why = silence.looked(
+                self._clock(), took_s=took_s, answered=answered, scheduled=scheduled, heard=engine.client.num_heard != before,
+                made=stats.tokens_generated + stats.decode_steps, computes=computes,
+                stopped=any(each.state == "T" for each in (workers or {}).values()),
+                excused=excused or self._is_excused(engine) or idle,
+            )  # fmt: skip
+        return why
+
+    def _is_excused(self, engine: SGLangEngine) -> bool:
+        return self._updating.locked() or engine.asleep
+
+    async def _computed(self, before: Mapping[int, Stat], seconds: float) -> bool:
+        """Whether the server's processes have had more of a processor since then than who waits has."""
+        after = await asyncio.to_thread(self.server.workers) or {}
+        ticks = sum(
+            max(0, each.cpu_ticks - (before[pid].cpu_ticks if pid in before else 0)) for pid, each in after.items()
+        )
+        return ticks > _WAITS * seconds * TICKS_PER_S
 
     async def _lose(self) -> None:
         """What is under way ends with PeerGone."""
@@ -296,10 +323,12 @@ class KeptEngine:
         return NotThere(f"the SGLang server {self.server.name} must be there, got {self._why}. Ask another")
 
 
-async def _answers(engine: SGLangEngine) -> bool:
-    """Whether the server says what its load is, which its scheduler tells."""
+async def _answers(asking: Awaitable[object]) -> bool:
+    """Whether it says anything at all, an error too."""
     try:
-        await engine.load()
-    except RondoError:
+        await asking
+    except (PeerGone, DeadlineExceeded):
         return False
+    except RondoError:
+        pass
     return True

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rondo.roles.engines.sglang.client import Moved, ServerError, SGLangClient
-from rondo.roles.engines.sglang.server import AttachedServer, first_of, until_there
+from rondo.roles.engines.sglang.server import AttachedServer, unheard_of, until_there
 from rondo.runtime.errors import ConfigError, PeerGone
 
 _ASK_S = 60.0
@@ -37,6 +37,11 @@ class RouterClient(SGLangClient):
     def __init__(self, url: str, servers: Sequence[SGLangClient], *, api_key: str | None = None) -> None:
         super().__init__(url, api_key=api_key)
         self._servers = tuple(servers)
+
+    @property
+    def num_heard(self) -> int:
+        """Rises when all servers are heard: one that leaves takes the others with it."""
+        return min(server.num_heard for server in self._servers)
 
     async def __aexit__(self, *_: object) -> None:
         await super().__aexit__()
@@ -90,7 +95,10 @@ class RoutedServers:
         return client
 
     async def gone(self) -> str:
-        return await first_of([server.gone() for server in self._servers])
+        return await unheard_of()
+
+    def workers(self) -> None:
+        return
 
     async def close(self) -> None:
         return

@@ -36,19 +36,19 @@ from typing import Any, Protocol
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.roles.engines.sglang.media_items import PACKAGE, PROCESSOR
 from rondo.roles.engines.sglang.shared_memory import FOLDER, SharedNames
+from rondo.runtime.admin.tokens import write_private
 from rondo.runtime.errors import DeadlineExceeded, PeerGone, WorkerDied
-from rondo.runtime.processes.process import exit_text, kill_session, processes
+from rondo.runtime.processes.process import Stat, below, exit_text, kill_session, over, processes
+from rondo.runtime.records.record import last_lines
 from rondo.runtime.supervision.launcher import start as start_guarded
 from rondo.runtime.waits import wait_for, waiting
 
 LOOPBACK = "127.0.0.1"
+Argument = str | int | float | bool | list[str]
 _POLL_S = 0.25
 _ASK_S = 30.0
 _DEATH_S = 60.0
 """A process that a device's driver holds in the kernel outlives SIGKILL."""
-_MISSED = 3
-"""Calls in a row that a server which runs already leaves without an answer are its end."""
-_TAIL_BYTES = 4000
 _MAX_FOLDER_BYTES = 90
 """Of a folder in which a server's Unix sockets have room for their names."""
 
@@ -71,12 +71,12 @@ class Launch:
     max_running: int | None = None
     max_tokens: int | None = None
     """Tokens that the cache holds; only where a processor computes, since a server measures the memory of a GPU itself."""
-    arguments: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    arguments: Mapping[str, Argument] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
 
-    def settings(self, port: int, key: str) -> dict[str, str | int | float | bool]:
+    def settings(self, port: int, key: str) -> dict[str, Argument]:
         """All arguments by name; the user's own win, but for address and key."""
-        found: dict[str, str | int | float | bool] = {
+        found: dict[str, Argument] = {
             "model-path": self.model_path, "dtype": self.dtype, "skip-server-warmup": True, "weight-version": "-1",
             "log-level-http": "warning", "incremental-streaming-output": True,
         }  # fmt: skip
@@ -141,6 +141,10 @@ class Server(Protocol):
     async def gone(self) -> str:
         """Waits until it no longer answers, and says why."""
 
+    def workers(self) -> Mapping[int, Stat] | None:
+        """Its processes, by pid, but for the one that speaks HTTP; None where they are not ours to see. Blocks for some
+        milliseconds."""
+
     async def close(self) -> None: ...
 
 
@@ -169,12 +173,13 @@ class SGLangServer:
         return None if self._process is None or self._process.returncode is not None else self._process.pid
 
     async def start(self, deadline_s: float) -> SGLangClient:
-        await self.close()
+        await self._end(0.0)  # one that is still there was of no use
         with held_port() as self.port:
             return await self._start(deadline_s)
 
     async def _start(self, deadline_s: float) -> SGLangClient:
-        _write_private(self._settings, json.dumps(self._launch.settings(self.port, self.key)))
+        self._settings.unlink(missing_ok=True)
+        write_private(self._settings, json.dumps(self._launch.settings(self.port, self.key)))
         # The server writes all its arguments into its log, the key among them.
         os.close(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600))
         await asyncio.to_thread(self._temporary.mkdir, mode=0o700, parents=True, exist_ok=True)
@@ -196,9 +201,10 @@ class SGLangServer:
     async def _answers(self, client: SGLangClient) -> bool:
         """Raises WorkerDied when it has ended instead."""
         if self._process is not None and self._exit is not None and self._exit.done():
+            lines = "\n".join(last_lines(self.log))
             raise WorkerDied(
                 f"the SGLang server {self.name} must start, got {exit_text(self._process.returncode)}. "
-                f"Read {self.log}; it ends with:\n{_tail(self.log)}"
+                f"Read {self.log}; it ends with:\n{lines}"
             )
         if self._process is not None:
             await asyncio.to_thread(self._look, self._process.pid)
@@ -228,17 +234,23 @@ class SGLangServer:
         assert self._exit is not None, "gone() is asked of a server that was started"
         return exit_text(await asyncio.shield(self._exit))
 
+    def workers(self) -> Mapping[int, Stat]:
+        return {} if self.pid is None else {process.pid: process for process in below(self.pid)}
+
     async def close(self) -> None:
         """Asks it to leave, then kills whatever is left of its session. May be called twice."""
+        await self._end(self._grace_s)
+
+    async def _end(self, grace_s: float) -> None:
         process, exited = self._process, self._exit
         if process is None or exited is None:
             return
         await asyncio.to_thread(self._look, process.pid)
-        if not exited.done():
+        if grace_s and not exited.done():
             with suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
             with suppress(DeadlineExceeded):
-                await wait_for(asyncio.shield(exited), name="end of sglang", peer=self.name, deadline_s=self._grace_s)
+                await wait_for(asyncio.shield(exited), name="end of sglang", peer=self.name, deadline_s=grace_s)
         # Its children may have left their parent's group, but not its session.
         # Dying takes the kernel a moment, and it tells nobody but the parent.
         async with waiting("death of sglang", peer=self.name, deadline_s=_DEATH_S):
@@ -256,13 +268,10 @@ class SGLangServer:
 class AttachedServer:
     """A server that runs already, and is neither started nor ended here."""
 
-    def __init__(
-        self, url: str, *, key: str | None = None, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    ) -> None:
+    def __init__(self, url: str, *, key: str | None = None) -> None:
         self.name = url
         self._url = url
         self._key = key
-        self._sleep = sleep
 
     async def start(self, deadline_s: float) -> SGLangClient:
         client = SGLangClient(self._url, api_key=self._key)
@@ -270,23 +279,18 @@ class AttachedServer:
         return client
 
     async def gone(self) -> str:
-        missed = 0
-        async with SGLangClient(self._url, api_key=self._key) as client:
-            while True:
-                await self._sleep(8 * _POLL_S)
-                try:
-                    await client.get("/model_info", deadline_s=_ASK_S)
-                except (PeerGone, DeadlineExceeded) as error:
-                    missed += 1
-                    if missed == _MISSED:
-                        return str(error)
-                    continue
-                except ServerError:  # whatever it says, it is there
-                    pass
-                missed = 0
+        return await unheard_of()
+
+    def workers(self) -> None:
+        return
 
     async def close(self) -> None:
         return
+
+
+async def unheard_of() -> str:
+    """The end of a server that others run: nothing tells of it but its silence (`silence.py`)."""
+    return await asyncio.get_running_loop().create_future()
 
 
 async def until_there(
@@ -327,14 +331,7 @@ async def first_of(whys: Iterable[Coroutine[Any, Any, str]]) -> str:
 
 
 async def _exit_code(process: subprocess.Popen[bytes]) -> int:
-    descriptor = os.pidfd_open(process.pid)
-    loop, exited = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(descriptor, exited.set)
-    try:
-        await exited.wait()
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
+    await over(process.pid)
     return process.wait()
 
 
@@ -349,16 +346,3 @@ def held_port() -> Iterator[int]:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         held.bind((LOOPBACK, 0))
         yield held.getsockname()[1]
-
-
-def _write_private(path: Path, text: str) -> None:
-    path.unlink(missing_ok=True)
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w") as file:
-        file.write(text)
-
-
-def _tail(log: Path) -> str:
-    with log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
-        return file.read().decode(errors="replace")

@@ -37,28 +37,27 @@ from urllib.parse import urlsplit
 
 import torch
 
+from rondo.comm.groups.carriers import local_address
 from rondo.comm.ring.tensors import torch_dtype
 from rondo.roles.config import SGLangConfig
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.roles.engines.sglang.model_folder import ModelFolder
+from rondo.roles.engines.sglang.server_memory import CALL_DEADLINE_S, ServerMemory, beside
 from rondo.roles.engines.sglang.weights_buckets import Transfer
 from rondo.roles.engines.sglang.weights_disk import DiskTransfer
-from rondo.roles.engines.sglang.weights_distributed import DistributedTransfer, local_address
+from rondo.roles.engines.sglang.weights_distributed import DistributedTransfer
 from rondo.roles.engines.sglang.weights_proof import Key, Proof, Recipes, told_by
 from rondo.roles.engines.sglang.weights_tensor import TensorTransfer
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
 from rondo.runtime.waits import finished
 
-CALL_DEADLINE_S = 60.0
 LOAD_DEADLINE_S = 600.0
 """Of one update call, and of one pause, which in mode abort waits for every request's end; longer where the settings give an
 update more."""
-MEMORY_DEADLINE_S = 120.0
 UNPROVED = "unproved-"
 _FLUSHES = {"in_place": False, "retract": True, "abort": True}
 """In place, requests keep their cache: a server that is asked to flush it loads the weights, and answers with an error."""
 _SENDINGS = 2
-_TAGS = ["kv_cache", "weights"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +86,7 @@ class ServerWeights:
         self._transfer: Transfer | None = None
         self._model: ModelFolder | None = None
         self._recipes: Recipes | None = None
-        self._released: list[str] = []
-        """Of `_TAGS`. A server that is asked to release one twice, or to resume one that it has, ends itself."""
+        self._memory = ServerMemory(client)
         self._proof: Proof | None = None
         self._stats: UpdateStats | None = None
         self._sessions = True
@@ -156,26 +154,15 @@ class ServerWeights:
     @property
     def asleep(self) -> bool:
         """Whether the server has released its memory, or a part."""
-        return bool(self._released)
+        return bool(self._memory.released)
 
     async def release(self) -> None:
         """Pause the server, take its requests back to the queue, and give its memory to the device until the next `update` takes
         it again: the weights' before, the cache's after them. Only one on a GPU with `--enable-memory-saver` frees anything."""
         async with self._updating:
-            if self._released:
-                return
-            self._proof = None
-            try:
-                await self._client.post("/pause_generation", {"mode": "retract"}, deadline_s=MEMORY_DEADLINE_S)
-                await self._client.post("/release_memory_occupation", {"tags": _TAGS}, deadline_s=MEMORY_DEADLINE_S)
-            except BaseException as error:
-                await finished(self._beside(error, "/continue_generation", {}))
-                raise
-            self._released = list(_TAGS)
-
-    async def _resume(self, tags: list[str]) -> None:
-        await self._client.post("/resume_memory_occupation", {"tags": tags}, deadline_s=MEMORY_DEADLINE_S)
-        self._released = [tag for tag in self._released if tag not in tags]
+            if not self.asleep:
+                self._proof = None
+                await self._memory.release()
 
     async def close(self) -> None:
         """Leave; the server goes on with what it has. Idempotent."""
@@ -193,7 +180,7 @@ class ServerWeights:
         try:
             await transfer.send(version, tensors, flush=flush)
         except BaseException as error:
-            await finished(self._beside(error, "/end_weight_update", {}))
+            await finished(beside(self._client, error, "/end_weight_update", {}))
             raise
         await self._client.post("/end_weight_update", {}, deadline_s=self._load_s)
 
@@ -214,21 +201,20 @@ class ServerWeights:
 
     async def _pause(self) -> None:
         """A server that has released its memory stands still already, and gets back what new weights are written to."""
-        if "weights" in self._released:
-            await self._resume(["weights"])
-        elif not self._released:
+        if self.asleep:
+            await self._memory.resume("weights")
+        else:
             await self._client.post("/pause_generation", {"mode": self._config.pause}, deadline_s=self._load_s)
 
     async def _continue(self) -> None:
-        if self._released:
-            await self._resume(self._released)
+        await self._memory.resume()
         await self._client.post("/continue_generation", {}, deadline_s=CALL_DEADLINE_S)
 
     async def _give_up(self, transfer: Transfer, version: int, error: BaseException) -> None:
         """Leave the server generating, its tokens marked; what fails here is told beside the first error."""
         if self._proof is None:
             await transfer.refused(str(version))
-            await self._beside(error, "/update_weight_version", _mark(version))
+            await beside(self._client, error, "/update_weight_version", _mark(version))
             error.add_note(
                 "The server's weights are not proved: they may be of two versions. A whole update repairs that."
             )
@@ -236,13 +222,6 @@ class ServerWeights:
             await self._continue()
         except RondoError as second:
             error.add_note(f"Then {second}")
-
-    async def _beside(self, error: BaseException, path: str, body: dict[str, Any]) -> None:
-        """A call while `error` is on its way up."""
-        try:
-            await self._client.post(path, body, deadline_s=CALL_DEADLINE_S)
-        except RondoError as second:
-            error.add_note(f"Then {path} failed: {second}")
 
     # ---- the proof --------------------------------------------------------------------------------------------------
 
@@ -332,4 +311,4 @@ def _mark(version: int) -> dict[str, Any]:
 def _on_this_node(url: str) -> bool:
     at = urlsplit(url)
     addresses = {each[4][0] for each in socket.getaddrinfo(at.hostname, at.port or 80, type=socket.SOCK_STREAM)}
-    return local_address(url) in addresses
+    return local_address(at.hostname, at.port or 80) in addresses

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from rondo.comm.groups.carriers import Gloo, Nccl, span
+from rondo.comm.groups.carriers import Gloo, Nccl, local_address, span
 from rondo.comm.groups.communicators import Communicator
 from rondo.comm.groups.epochs import Epoch, GroupSpec
 from rondo.comm.ring.tensors import dtype_name
@@ -113,7 +113,8 @@ class DistributedTransfer(Transfer):
     async def _formed(self) -> _Group:
         if self._group is not None:
             return self._group
-        group = _Group(self._size, self._device, local_address(self._client.url))
+        at = urlsplit(self._client.url)
+        group = _Group(self._size, self._device, local_address(at.hostname, at.port or 80))
         joining = asyncio.create_task(asyncio.to_thread(group.wait_formed))
         body = {
             "master_address": group.address, "master_port": group.port, "rank_offset": 1, "world_size": self._size,
@@ -176,15 +177,6 @@ class _Nccl(Nccl):
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = span(timeout_s)
         self._group = dist.ProcessGroupNCCL(store, rank, size, options)
-
-
-def local_address(url: str) -> str:
-    """The address of this machine by which the server at `url` reaches it."""
-    at = urlsplit(url)
-    family, kind, protocol, _, address = socket.getaddrinfo(at.hostname, at.port or 80, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:  # connecting a datagram socket sends nothing
-        probe.connect(address)
-        return str(probe.getsockname()[0])
 
 
 def _described(bucket: Bucket) -> dict[str, Any]:

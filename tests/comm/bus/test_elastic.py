@@ -54,6 +54,11 @@ class Elastic(InProcess):
             del self.roster.groups[name]
         await self.coordinator.member_dead(name, self.lives[name], left)
 
+    async def again(self, name: str) -> Bus:
+        """Another life follows this one."""
+        await self.goes(name, left=False)
+        return await self.comes(name)
+
     async def leased(self, name: str, most: int = 9) -> str:
         """What a replica was told: "grants", "end", or "" while there is nothing."""
         held = [[grant["group"], grant["epoch"]] for grant in self.granted[name]]
@@ -96,8 +101,11 @@ class Elastic(InProcess):
         index, whole = 0, False
         await actor.join("actor", 1 << 20)
         while not whole:
-            answer = await ask(actor.call("next_rounds", "actor", 0, index, step)) or {"rounds": []}
-            if not answer["rounds"]:
+            answer = await ask(actor.call("next_rounds", "actor", 0, index, step)) or {}
+            if "end" in answer:
+                assert index == 0 and (await actor.call("committed"))["restarts"]
+                await self.again("actor-0")
+            if "rounds" not in answer:
                 return False
             for made in actor._rounds("actor", answer["rounds"]):
                 for row in made.rows:
@@ -219,6 +227,49 @@ async def test_a_scorer_that_drains_ends_its_round_and_what_it_does_not_end_othe
         assert run.coordinator.index.rounds.lanes["actor_fwd"].layouts.keys() == {"actor_fwd-0"}
 
 
+async def test_a_trainer_that_is_to_start_again_ends_the_step_that_it_has_begun_and_gets_no_other_one() -> None:
+    async with elastic(max_staleness=1) as run:
+        await run.leased("rollout-0")
+        await run.puts("rollout-0")
+        for stream in FORWARDS:
+            await run.scores(f"{stream}-0")
+        actor = run.buses["actor-0"]
+        await actor.join("actor", 1 << 20)
+        assert await ask(actor.call("next_rounds", "actor", 0, 0, 0)) is not None
+        await run.drains("actor-0")
+        assert await run.trains()
+        assert await ask(actor.call("next_rounds", "actor", 0, 0, 1)) == {"end": True}
+        await run.drains("actor-0", stays=True)  # too late: one rank of it leaves
+        assert await ask(actor.call("next_rounds", "actor", 0, 0, 1)) == {"end": True}
+        await run.again("actor-0")
+        await run.leased("rollout-0")
+        await run.puts("rollout-0")
+        for stream in FORWARDS:
+            await run.scores(f"{stream}-0")
+        assert await run.trains() and run.coordinator.index.version == 2
+
+
+async def test_a_trainer_whose_process_scores_too_leaves_at_once_and_its_step_comes_again() -> None:
+    async with elastic() as run:
+        actor = run.buses["actor-0"]
+        for stream in ("actor", "advantages"):
+            await actor.join(stream, 1 << 20)
+        await run.leased("rollout-0")
+        await run.puts("rollout-0", 1)
+        for stream in FORWARDS:
+            await run.scores(f"{stream}-0")
+        assert await ask(actor.call("next_rounds", "actor", 0, 0, 0)) is not None
+        await run.drains("actor-0")
+        assert await ask(actor.call("next_rounds", "actor", 0, 1, 0)) == {"end": True}
+        await run.again("actor-0")
+        await run.again("actor_fwd-0")
+        await run.puts("rollout-0")
+        for stream in FORWARDS:
+            await run.scores(f"{stream}-0")
+        assert await run.trains()
+        assert run.coordinator.index.rounds.lanes["actor_fwd"].planned.keys() == {"actor_fwd-0.2"}  # of no dead life
+
+
 async def test_a_coordinator_that_comes_back_knows_who_drains_and_who_left_meanwhile() -> None:
     async with elastic() as run:
         for name in ("rollout-1", "rollout-2"):
@@ -275,7 +326,7 @@ async def act(run: Elastic, chance: random.Random) -> None:
             break
         role = chance.choice(list(names))
         living = [name for name in run.named(role) if name not in draining]
-        what = chance.choice(("comes", "drains", "dies", "ends", "stays", "restart", *["works"] * 8))
+        what = chance.choice(("comes", "drains", "dies", "ends", "stays", "restart", "trainer", *["works"] * 8))
         if what == "comes" and len(run.named(role)) < 4:
             names[role] += 1
             bus = await run.comes(f"{role}-{names[role]}")
@@ -299,6 +350,8 @@ async def act(run: Elastic, chance: random.Random) -> None:
                 bus = await run.comes(name)
                 if role == "rollout":
                     await bus.call("proved", "rollout.0", run.coordinator.index.version)
+        elif what == "trainer":
+            await (run.drains("actor-0") if chance.random() < 0.7 else run.again("actor-0"))
         elif what == "restart":
             await run.stop()
             await run.start()

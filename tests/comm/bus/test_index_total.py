@@ -73,6 +73,7 @@ EVENTS = st.one_of(
     *(event(kind, role=st.sampled_from(["actor", "critic"]), member=members, version=small, checksum=small, attempt=small,
             spans=st.lists(st.tuples(groups, st.integers(0, 1), small, st.just(2)).map(list), max_size=4))
       for kind in ("prepared", "commit")),
+    event("left", step=small),
     event("started", member=members, incarnation=epochs, ranks=st.just(1)),
     event("dead", member=members, incarnation=epochs, publisher=st.booleans()),
     event("ring", ring=rings, bytes=st.just(1 << 12), member=members, overflow=st.booleans()),

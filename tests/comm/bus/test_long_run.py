@@ -90,6 +90,32 @@ async def test_steps_without_end_keep_memory_descriptors_files_and_replay_as_the
     store.close()
 
 
+async def test_samples_that_come_when_their_step_is_over_leave_nothing_behind(tmp_path: Path) -> None:
+    store = Store()
+    run = InProcess(tmp_path, store, groups_per_step=2, spare_groups=1, max_staleness=0, streams=PLAIN)
+    await run.start()
+    rollout, actor = await run.bus("rollout-0"), await run.bus("actor-0")
+    await actor.call("commit", 0, 0, 7, [])
+    await rollout.call("proved", "rollout.0", 0)
+    late, *others = (await rollout.call("lease", 3, []))["grants"]
+    await rollout.call("settle", late["group"], late["epoch"], "failed", "it takes too long")
+    for grant in others:
+        put(rollout, grant, [0, 1])
+    await rollout.call("renew", [])
+    spans = []
+    async for made in actor.stream("actor", tokens=1 << 20, step=0):
+        spans += made.spans
+    await actor.call("commit", 0, 1, 7, spans)
+    put(rollout, late, [0, 1])
+    await rollout.call("renew", [])
+    held = run.coordinator._put_at, run.coordinator._renewed, run.coordinator._granted
+    assert run.coordinator.index.refused_rows == 2 and held == ({}, {}, {})
+    await run.stop()
+    rollout.close()
+    actor.close()
+    store.close()
+
+
 class Counted(dict[Any, Any]):
     """How many of its entries were looked at, or gone through."""
 

@@ -53,7 +53,7 @@ class Program:
         self.process.kill()
         await self.process.wait()
         whole = (await self.process.stdout.read()).rpartition(b"\n")[0]  # type: ignore[union-attr]
-        return [value for line in whole.splitlines() for value in json.loads(line)]
+        return [value for line in whole.splitlines() if (word := json.loads(line)) != "end" for value in word]
 
 
 @pytest.fixture

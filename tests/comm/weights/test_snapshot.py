@@ -23,13 +23,13 @@ def tensors(version: int) -> dict[str, torch.Tensor]:
 
 
 def write(hot: HotSnapshot, version: int) -> None:
-    hot.write(version, tensors(version), {"schedule": version, "names": ["a"]})
+    hot.write(version, tensors(version), {"schedule": version, "names": ["a"]}, checksum=version + 7)
 
 
 def assert_holds(hot: HotSnapshot, version: int) -> None:
     found, state = hot.read(version)
     assert state == {"schedule": version, "names": ["a"]}
-    assert list(found) == list(tensors(version))
+    assert list(found) == list(tensors(version)) and hot.checksum(version) == version + 7
     for name, tensor in tensors(version).items():
         assert found[name].dtype == tensor.dtype
         assert torch.equal(found[name], tensor)

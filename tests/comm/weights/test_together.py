@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from rondo.comm.weights import together
-from rondo.comm.weights.publisher import Publisher
+from rondo.comm.weights.publication import publish as publish_parts
 from rondo.comm.weights.slab import WeightSlab
 from rondo.runtime.errors import CorruptData
 from tests.comm.memory import MemorySegment
@@ -56,8 +56,9 @@ def write(comm: Gloo, path: str, stretch: int, killed: int | None) -> Any:
     try:
         if comm.rank > 0:
             return together.other_part(slab, mine(), group, attempt=0, version=5, bucket_bytes=BUCKET_BYTES)
-        publisher = Publisher(slab, bucket_bytes=BUCKET_BYTES, beside=group)
-        return publisher.copy(1, attempt=0, version=5, tensors=mine()).id.checksum
+        return publish_parts(
+            slab, 1, attempt=0, version=5, tensors=mine(), bucket_bytes=BUCKET_BYTES, beside=group
+        ).checksum
     except RuntimeError as error:  # gloo's
         return type(error).__name__
 
@@ -82,9 +83,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[WeightSla
 def test_several_ranks_write_the_version_that_one_writes(found: dict[str, Any], case: str) -> None:
     slab, (checksum, *others) = found[case]
     alone = WeightSlab(MemorySegment(1 << 19), 1)
-    publisher = Publisher(alone, bucket_bytes=BUCKET_BYTES)
-    assert checksum == publisher.copy(0, attempt=0, version=5, tensors=version().items()).id.checksum
-    publisher.close()
+    by_one = publish_parts(alone, 0, attempt=0, version=5, tensors=version().items(), bucket_bytes=BUCKET_BYTES)
+    assert checksum == by_one.checksum
     assert others == [None, None] and slab.complete() == {5: (1, checksum)}
     tensors = slab.read(1, attempt=0, version=5, checksum=checksum)
     assert all(torch.equal(tensors[name], tensor) for name, tensor in version().items())

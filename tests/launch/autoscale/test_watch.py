@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from rondo.launch import cli
+from rondo.launch.autoscale.decide import AutoscaleConfig
 from rondo.launch.autoscale.watch import Autoscaler, Replicas
 from rondo.launch.config import load, resolve
 from rondo.launch.rundir import RunDir
@@ -91,6 +92,32 @@ def test_the_same_decisions_are_made_again_from_the_events_also_over_several_sta
     assert last == "58 samples, 4 decisions, 0 not as the run made them"
     assert cli.main(["autoscale", str(run), "--json", "--set", "autoscale.wait_out=0.5"]) == 0
     assert orjson.loads(capsys.readouterr().out) == {"samples": 58, "differ": 0, "decisions": []}
+
+
+def test_one_that_is_told_to_decide_nothing_or_by_other_rules_begins_anew_and_can_be_followed(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fleet = Fleet(run)
+    scales = fleet.autoscaler
+    fleet.goes_on(90)
+    scales.enable(False)
+    fleet.goes_on(300)
+    assert fleet.asked == [] and scales.look() is None
+    scales.enable(True)
+    with pytest.raises(ConfigError, match=r"autoscale\.period_s must stay while a run goes on, 10, got 20"):
+        scales.change(scales.rules.model_copy(update={"period_s": 20.0}))
+    scales.change(AutoscaleConfig(**scales.rules.model_dump() | {"max_replicas": 2}))
+    fleet.goes_on(290)
+    assert [target for target, _ in fleet.asked] == [2]
+    assert scales.conditions()["conditions"]["wait_out"] == {
+        "value": pytest.approx(1 / 3),
+        "threshold": 0.1,
+        "met": True,
+    }
+    assert scales.conditions()["observations"]["reason"].endswith("; there are autoscale.max_replicas")
+    Fleet(run).goes_on(290)  # a start later: the rules of the settings
+    assert cli.main(["autoscale", str(run)]) == 0
+    assert capsys.readouterr().out.endswith("67 samples, 3 decisions, 0 not as the run made them\n")
 
 
 def test_a_decision_that_the_rule_does_not_make_of_its_sample_is_told(

@@ -108,7 +108,7 @@ def test_samples_that_are_drawn_from_a_part_of_the_vocabulary_are_told(make: Mak
 
 def test_a_ring_that_cannot_hold_one_prompt_group_is_told(make: Make) -> None:
     config = make("bus.ring_bytes=1048576", "bus.column_ring_bytes=1048576", "rollout.samples_per_prompt=1000")
-    row, needed = row_bytes(config.rollout), 1000 * row_bytes(config.rollout)
+    row, needed = row_bytes(config), 1000 * row_bytes(config)
     assert judged(config) == [
         f"bus.ring_bytes must hold one prompt group, 1000 samples of up to {row} bytes = {needed}, got 1048576. "
         f"Raise bus.ring_bytes to {needed} or more"
@@ -124,21 +124,21 @@ def test_room_for_the_experts_of_every_token_is_counted_only_where_they_are_repl
 ) -> None:
     build = ("model.build_args={'hidden_size': 32, 'num_experts': 4}",)
     report = check_child.Report()
-    check_child.look_at_model(make(*build, "train.router_replay=True"), tmp_path / "model", report, [])
+    check_child.look_at_model(make(*build, "train.router_replay=r3"), tmp_path / "model", report, [])
     assert errors(report.findings) == []
     shape = report.facts.shape
     assert shape.routed_bytes == 2 * 2  # layers x experts of a token, one byte each
-    told, plain = make("train.router_replay=True"), make()
+    told, plain = make("train.router_replay=r3"), make()
     assert (routed_bytes(told, shape), routed_bytes(plain, shape), routed_bytes(told, None)) == (4, 0, 0)
     wide = replace(shape, routed_bytes=1 << 20)
     facts = replace(FACTS, shape=wide)
-    needed = 4 * row_bytes(told.rollout, wide.routed_bytes)
+    needed = 4 * row_bytes(told, wide.routed_bytes)
     assert needed > 4 * 24 << 20 and judged(plain, facts) == []
-    assert judged(make("train.router_replay=True", f"bus.ring_bytes={needed}"), facts) == []
-    [error] = judged(make("train.router_replay=True", f"bus.ring_bytes={needed - 64}"), facts)
+    assert judged(make("train.router_replay=r3", f"bus.ring_bytes={needed}"), facts) == []
+    [error] = judged(make("train.router_replay=r3", f"bus.ring_bytes={needed - 64}"), facts)
     assert error.startswith("bus.ring_bytes must hold one prompt group, 4 samples")
     rules = coordinator_config(told, 10, wide.routed_bytes).rules
-    assert rules.row_bytes == row_bytes(told.rollout, wide.routed_bytes) and "routed_experts" in rules.base_columns
+    assert rules.row_bytes == row_bytes(told, wide.routed_bytes) and "routed_experts" in rules.base_columns
     for cost, config in ((wide.routed_bytes, told), (0, plain)):
         held = held_by(config, wide, {"actor": Traced("traced", {})}, config.groups[1])
         assert held is not None
@@ -147,11 +147,41 @@ def test_room_for_the_experts_of_every_token_is_counted_only_where_they_are_repl
         assert generating(config, wide).parts.get("routed experts", 0) == cost * config.rollout.num_slots * 24
 
 
+def test_routes_of_the_log_prob_pass_are_columns_of_actor_fwd_and_need_a_forward_before_the_losss_own(
+    make: Make,
+) -> None:
+    trains = "{'name': 'actor', 'roles': ['actor', 'advantages', 'actor_fwd']}"
+    groups = f"groups=[{{'name': 'rollout', 'roles': ['rollout']}}, {trains}]"
+    told = make("train.router_replay=r2", groups, "algorithm.old_log_probs=actor_fwd")
+    wide = Shape(256, 32, 2, 1000, 0, 1000, 0, 100, routed_bytes=1 << 10)
+    rules = coordinator_config(told, 10, wide.routed_bytes).rules
+    assert rules.row_bytes == row_bytes(told) and "routed_experts" not in rules.base_columns
+    streams = {stream.name: stream for stream in rules.streams}
+    assert "routed_experts" in streams["actor_fwd"].outputs and "routed_experts" in streams["actor"].inputs
+    assert streams["actor_fwd"].sample_bytes == {"routed_experts": 1 << 10}
+    [error] = judged(told, replace(FACTS, shape=replace(wide, routed_bytes=1 << 20)))
+    assert error.startswith(
+        "bus.column_ring_bytes must hold what actor_fwd puts of a micro-batch, with train.router_replay 'r2'"
+    )
+    with pytest.raises(
+        ConfigError, match=r"train\.router_replay must not be 'r2' where a row goes through one forward alone"
+    ):
+        make("train.router_replay=r2")
+    make("train.router_replay=r2", "train.epochs=2")
+
+
 def test_a_model_without_experts_cannot_replay_them(make: Make, tmp_path: Path) -> None:
     report = check_child.Report()
-    check_child.look_at_model(make("train.router_replay=True"), tmp_path / "model", report, [])
+    check_child.look_at_model(make("train.router_replay=r3"), tmp_path / "model", report, [])
     [error] = errors(report.findings)
-    assert error.startswith("train.router_replay must be False for a model without routers") and "Qwen3ForC" in error
+    assert error.startswith("train.router_replay must be 'off' for a model without routers") and "Qwen3ForC" in error
+
+
+def test_experts_that_are_not_there_cannot_be_shared_out(make: Make, tmp_path: Path) -> None:
+    report = check_child.Report()
+    check_child.look_at_model(make("groups.1.processes=2", "train.mesh.ep=2"), tmp_path / "model", report, [])
+    [error] = errors(report.findings)
+    assert error == "train.mesh.ep must be 1 for a model without experts, got 2 with Qwen3ForCausalLM. Remove it"
 
 
 def test_weights_that_are_not_the_models_are_told_before_any_is_read(make: Make, tmp_path: Path) -> None:
@@ -227,7 +257,7 @@ def test_the_attention_of_a_run_is_told_and_one_that_its_devices_or_its_model_ca
 
 def test_a_ring_must_also_hold_the_media_of_a_prompt_group(make: Make) -> None:
     config = make("media.max_group_bytes=67108864")
-    samples, row, media = 4, row_bytes(config.rollout), media_bytes(config)
+    samples, row, media = 4, row_bytes(config), media_bytes(config)
     needed = samples * row + media
     assert media > 64 << 20
     assert judged(config) == [
@@ -325,7 +355,7 @@ def test_a_port_in_use_is_told(make: Make) -> None:
         ]
 
 
-def test_every_port_and_the_token_of_an_endpoint_are_looked_at(make: Make, tmp_path: Path) -> None:
+def test_every_port_the_token_and_the_certificate_of_an_endpoint_are_looked_at(make: Make, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         found = judged(make(f"rollout.endpoint.port={port}"))
@@ -333,8 +363,11 @@ def test_every_port_and_the_token_of_an_endpoint_are_looked_at(make: Make, tmp_p
             f"rollout.endpoint.port must be free, one port a replica, got 127.0.0.1:{port} (Address already in use). "
             "Set rollout.endpoint.port=0 for free ones"
         ]
-    [untold] = judged(make(f"admin.tls_cert={tmp_path}/none", f"admin.tls_key={tmp_path}/none"))
-    assert untold.startswith(f"admin.tls_key must be readable, got {tmp_path}/none (No such file or directory)")
+    for of in ("admin", "rollout.endpoint"):
+        [untold] = judged(make(f"{of}.tls_cert={tmp_path}/none", f"{of}.tls_key={tmp_path}/none"))
+        assert untold.startswith(f"{of}.tls_key must be readable, got {tmp_path}/none (No such file or directory)")
+        with pytest.raises(ConfigError, match=rf"{of}\.tls_cert and {of}\.tls_key must be set together"):
+            make(f"{of}.tls_cert={tmp_path}/none")
     missing = judged(make(f"rollout.endpoint.token_file={tmp_path}/none"))
     assert missing == [
         f"rollout.endpoint.token_file must be readable, got {tmp_path}/none (No such file or directory). Check the path"

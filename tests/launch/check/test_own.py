@@ -43,7 +43,7 @@ def found(config: RunConfig) -> list[tuple[str, str]]:
 
 def own(folder: Path) -> list[str]:
     """The settings of the page's example, and a role."""
-    parts = {"advantage": "later_counts_more", "policy_loss": "gspo", "correction": "unlikely_counts_nothing"}
+    parts = {"advantage": "later_counts_more", "policy_loss": "one_ratio", "correction": "unlikely_counts_nothing"}
     return [
         *(f"algorithm.{part}={folder}/own.py:{name}" for part, name in parts.items()),
         f"roles.advantages={folder}/own.py:Own",
@@ -51,15 +51,15 @@ def own(folder: Path) -> list[str]:
 
 
 def test_the_example_of_the_page_works_and_is_taken_along(tmp_path: Path) -> None:
-    config = config_of(tmp_path, *own(tmp_path), "algorithm.name=gspo", "algorithm.own=True")
+    config = config_of(tmp_path, *own(tmp_path), "algorithm.name=mine", "algorithm.own=True")
     names = ["algorithm.advantage", "algorithm.policy_loss", "algorithm.correction", "roles.advantages"]
     assert found(config) == [("ok", f"{name} works on a dummy batch") for name in names]
     assert found(config_of(tmp_path)) == []  # ours are ours
     taken = take(config, tmp_path / "demo_config.py", tmp_path / "run" / "code")
-    assert taken.loss().policy_loss == f"{tmp_path}/run/code/own.py:gspo"
+    assert taken.loss().policy_loss == f"{tmp_path}/run/code/own.py:one_ratio"
     assert (tmp_path / "run" / "code" / "own.py").read_text() == (tmp_path / "own.py").read_text()
     assert unresolve(resolve(taken)).algorithm == taken.algorithm and (taken.algorithm.name, taken.algorithm.own) == (
-        "gspo",
+        "mine",
         True,
     )
     classes = {spec.role: spec.roles for spec in group_specs(unresolve(resolve(taken)))}

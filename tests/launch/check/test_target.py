@@ -170,6 +170,20 @@ def test_snapshots_of_a_copy_of_the_model_are_cut_over_its_own_ranks_alone(tmp_p
     assert segment_bytes(config, 1400, 10, SHAPE)["hot snapshots"] == 2 * 4 * (4 * 500 + 8 * 300 + 4 * 400 + 8 * 100)
 
 
+def test_versions_of_adapters_are_they_alone_and_whole_on_every_rank(tmp_path: Path) -> None:
+    shape = replace(SHAPE, adapters=40, adapter_tensors=4)
+
+    def found(publish: str) -> dict[str, int]:
+        config = config_of(
+            tmp_path, "groups.1.processes=4", f'train.lora={{"publish": "{publish}"}}', "train.dtype=float32"
+        )
+        parts = segment_bytes(config, 1400, 10, shape)
+        return {name: parts[name] // 2 for name in ("weight slab", "hot snapshots")}  # two slots each
+
+    assert found("adapter") == {"weight slab": 4 * 40 + 4 * 64, "hot snapshots": 4 * 12 * 40}
+    assert found("merged") == {"weight slab": 4 * 1400 + 10 * 64, "hot snapshots": 4 * 12 * 40}
+
+
 def test_a_device_that_is_too_small_is_told_with_what_a_process_would_hold_and_what_to_change(tmp_path: Path) -> None:
     config = config_of(tmp_path, "groups.1.devices=1", "groups.1.processes=8")
     (text,) = errors(list(judge_devices(config, FACTS, 8 * GIB)))
@@ -252,7 +266,7 @@ def test_beside_servers_only_the_engine_of_evaluations_is_counted(tmp_path: Path
     held = held_by(every, SHAPE, TRACED, group)
     assert held is not None and held[-1] == found
     told = [finding.text for finding in judge_devices(on_device(every, 0), FACTS, 8 * GIB)]
-    assert "weights of evaluations" in told[0] and "SGLang 7.0 GiB" in told[0]
+    assert "weights of evaluations" in told[0] and "SGLang's cache 7.0 GiB" in told[0]
     assert told[0].endswith("Lower mem-fraction-static of rollout.sglang.arguments, or remove evaluation.every")
 
 

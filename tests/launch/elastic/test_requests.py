@@ -27,7 +27,7 @@ class Run:
         self.statuses: list[Status] = []
         self.requests = Requests(
             {"rollout": "rollout", "reference": "reference"}, {"rollout": num, "reference": 1}, self.admit,
-            drain_s=300, start_s=600, wall=lambda: self.now,
+            drain_s=300, start_s=600, wall=lambda: self.now, fixed={"actor": "actor", "critic": "actor"},
         )  # fmt: skip
 
     def admit(self, group: str, num: int) -> str:
@@ -182,6 +182,14 @@ def test_what_is_so_already_is_no_operation_and_what_cannot_be_is_refused_with_t
         run.ask(OUT, 2, role="actor")
 
 
+def test_a_number_that_cannot_be_is_refused_before_anything_is_made_of_it() -> None:
+    run = Run(room=2)
+    for _ in range(2):
+        refused = run.ask(OUT, 10**15)
+        assert refused.status in (Status.REJECTED, Status.CONFLICT) and refused.selected_engines == ()
+        run.ask(OUT, 2)
+
+
 def test_one_request_is_under_way_at_a_time_whatever_its_role() -> None:
     run = Run()
     first = run.ask(OUT, 2)
@@ -333,6 +341,18 @@ def test_a_restart_takes_one_replica_after_another() -> None:
         run.turn()
     assert (run.last().status, run.last().engine_ids) == (Status.COMPLETED, ("rollout-0", "rollout-1", "rollout-2"))
     assert {run.seen[name].incarnation for name in run.rollouts()} == {2}
+
+
+def test_a_trainer_starts_again_with_all_that_share_its_processes_and_has_no_other_number() -> None:
+    run = Run()
+    assert run.ask("restart", role="critic").selected_engines == ("actor-0",)
+    run.turn()
+    assert run.leaving == {"actor-0": True}
+    for action in (OUT, IN):
+        with pytest.raises(ConfigError, match=r"shares no process with the trainer .rollout, reference., got 'actor'"):
+            run.ask(action, 2, role="actor")
+    with pytest.raises(ConfigError, match=r"one of this run .rollout, reference, actor, critic., got 'advantages'"):
+        run.ask("restart", role="advantages")
 
 
 def test_a_restart_stops_at_the_first_that_does_not_come_back_and_the_others_stay_as_they_were() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from rondo.launch.elastic.request import Status
 from rondo.launch.elastic.room import PREPARED
 from rondo.launch.elastic.routes import mount
 from rondo.launch.elastic.scaler import Scaler
+from rondo.launch.modes import fully_async
 from rondo.launch.rundir import read_json, write_json
 from rondo.runtime.admin.endpoint import AdminServer
 from rondo.runtime.config import AdminConfig
@@ -123,6 +125,12 @@ def test_an_autoscaler_asks_for_a_total_and_reads_how_it_goes(tmp_path: Path) ->
     assert rig.scaler.view().requests[0].status is Status.COMPLETED
     engines = rig.scaler.engines("rollout")
     assert [(each.engine_id, each.origin, each.weight_version) for each in engines] == [("rollout-0", "initial", 2)]
+
+
+def test_a_critic_of_a_group_of_its_own_can_start_again(tmp_path: Path) -> None:
+    groups = [group.model_dump(mode="json") for group in fully_async(critic_processes=1)]
+    rig = Rig(tmp_path, "algorithm.name=ppo", f"groups={json.dumps(groups)}")
+    assert rig.scaler._requests._fixed == {"actor": "actor", "critic": "critic"}
 
 
 def test_a_replica_that_is_given_up_is_told_with_what_it_failed_of(tmp_path: Path) -> None:

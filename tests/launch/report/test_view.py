@@ -44,6 +44,14 @@ def test_a_step_is_one_line_of_pairs() -> None:
     assert line is not None and without_clock(line) == "step=3/40 reward=0.412 (of 64, 3 failed)"
 
 
+def test_the_line_of_a_step_has_what_the_critic_told_last() -> None:
+    progress = Progress(num_steps=40)
+    own = {"kind": "metrics", "critic": {"step": 2, "loss": 9.0, "explained_variance": 0.5, "value_loss": 0.25}}
+    line = progress.add(own) or progress.add(step(2, 0.5, loss=1.0))
+    assert line is not None
+    assert without_clock(line) == "step=3/40 reward=0.500 loss=1 explained_variance=0.5 value_loss=0.25"
+
+
 def test_an_evaluation_and_any_other_event_are_lines_and_other_metrics_are_not() -> None:
     progress = Progress(num_steps=40)
     evaluation = {"kind": "metrics", "evaluation": {"version": 0, "reward": 0.25, "num_prompts": 8}}

@@ -2,29 +2,68 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from rondo.roles.algorithms.advantages import ADVANTAGES
 from rondo.roles.algorithms.algorithm import ALGORITHMS, FIXED, old_log_probs_source
-from rondo.roles.algorithms.losses import POLICY_LOSSES
+from rondo.roles.algorithms.drift import DRIFTS
+from rondo.roles.algorithms.policy_losses import POLICY_LOSSES
 from rondo.roles.config import AlgorithmConfig
+
+PAGE = Path(__file__).parents[3] / "docs" / "algorithms.md"
 
 
 def test_every_record_names_functions_that_exist() -> None:
     for algorithm in (AlgorithmConfig(name=name) for name in ALGORITHMS):
-        assert algorithm.advantage in ADVANTAGES
+        assert algorithm.needs_critic or algorithm.advantage in ADVANTAGES
         assert algorithm.policy_loss in POLICY_LOSSES
         assert {*FIXED.get(algorithm.name, ()), *ALGORITHMS[algorithm.name]} <= set(AlgorithmConfig.model_fields)
+        assert algorithm.measures_drift == (algorithm.policy_loss in DRIFTS) <= algorithm.needs_full_step
+
+
+def needs(made: AlgorithmConfig) -> str:
+    asked = {
+        f"{made.min_group_size} sample{'s' * (made.min_group_size > 1)} a prompt": True,
+        '`rollout.filter="zero_std"`': made.needs_dynamic_sampling,
+        "the whole step before its first gradient": made.needs_full_step,
+        "off-policy a forward more": made.measures_drift,
+        "`reward.components`": made.advantage == "decoupled",
+        "a critic": made.needs_critic,
+        "rewards of 0 or more": made.advantage == "group_mean_ratio",
+    }
+    return ", ".join(what for what, there in asked.items() if there)
+
+
+def test_the_page_says_of_every_record_what_it_stands_for() -> None:
+    records, losses = (
+        {
+            row[0].strip("`"): row
+            for row in (line.strip("| ").split(" | ") for line in part.splitlines())
+            if row[0][:1] == "`" and len(row) > 1
+        }
+        for part in PAGE.read_text().split("## Losses")
+    )
+    assert list(records) == list(ALGORITHMS), "a row of docs/algorithms.md for each record, in their order"
+    for made in (AlgorithmConfig(name=name) for name in ALGORITHMS):
+        whitened = f", whitened over `{made.normalize_batch}`" if made.normalize_batch else ""
+        name, paper, *rest = records[made.name]
+        assert name == f"`{made.name}`" and "](https://arxiv.org/abs/" in paper
+        assert rest == [f"`{made.advantage}`{whitened}", f"`{made.policy_loss}`", f"`{made.normalizer}`", needs(made)]
+    assert {loss for names in losses for loss in names.split("`, `")} >= set(POLICY_LOSSES)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_options_that_are_not_set_or_none_are_what_the_name_stands_for(name: str) -> None:
     made = AlgorithmConfig(name=name)
     assert made.model_dump().items() >= ALGORITHMS[name].items()
-    assert AlgorithmConfig.model_validate(dict.fromkeys(AlgorithmConfig.model_fields) | {"name": name}) == made
+    none = dict.fromkeys(set(AlgorithmConfig.model_fields) - {"normalize_batch"})
+    assert AlgorithmConfig.model_validate(none | {"name": name}) == made
     # What was resolved is no contradiction, and means the same.
-    for options in ({}, {"normalize_std": made.advantage == "group_mean_std"}, {"normalize_batch": "tokens"}):
+    std = {"normalize_std": made.advantage == "group_mean_std"} if made.advantage.startswith("group_mean") else {}
+    for options in ({}, std if made.advantage != "group_mean_ratio" else {}, {"normalize_batch": "tokens"}):
         made = AlgorithmConfig.model_validate({"name": name, **options})
         assert AlgorithmConfig.model_validate_json(made.model_dump_json()) == made
 
@@ -51,6 +90,14 @@ def test_dapo_clips_higher_and_counts_tokens() -> None:
     assert (dapo.clip_low, dapo.clip_high, dapo.normalizer, dapo.needs_dynamic_sampling) == (0.2, 0.28, "token", True)
 
 
+def test_ppo_has_a_critic_and_whitens_and_what_belongs_to_values_is_refused_without() -> None:
+    ppo = AlgorithmConfig(name="ppo", gae_lambda=0.95)
+    assert (ppo.needs_critic, ppo.normalizer, ppo.normalize_batch, ppo.min_group_size) == (True, "token", "tokens", 1)
+    assert not AlgorithmConfig().needs_critic
+    with pytest.raises(ValidationError, match=r"algorithm\.gamma must be left out without algorithm\.advantage 'gae'"):
+        AlgorithmConfig(gamma=0.9)
+
+
 def test_options_change_the_record() -> None:
     changed = AlgorithmConfig(
         clip_low=0.1,
@@ -71,6 +118,13 @@ def test_options_change_the_record() -> None:
 def test_a_symmetric_clip_stays_symmetric() -> None:
     assert AlgorithmConfig(clip_low=0.1).clip_high == 0.1
     assert AlgorithmConfig(name="dapo", clip_low=0.1).clip_high == 0.28
+
+
+@pytest.mark.parametrize("name", [name for name, of in ALGORITHMS.items() if "normalize_batch" in of])
+def test_none_leaves_the_advantages_of_a_step_as_they_are_where_the_name_would_whiten_them(name: str) -> None:
+    made = AlgorithmConfig(name=name, normalize_batch=None)
+    assert made.normalize_batch is None and AlgorithmConfig(name=name).normalize_batch is not None
+    assert AlgorithmConfig.model_validate(made.model_dump()) == made
 
 
 @pytest.mark.parametrize(
@@ -106,7 +160,29 @@ def test_a_symmetric_clip_stays_symmetric() -> None:
             "algorithm.advantage must be left out with algorithm.name 'dr_grpo'",
         ),
         ({"policy_loss": "ppo"}, "'module:function' or 'file.py:function'"),
-        ({"clip_low": 1.0}, "less than 1"),
+        ({"clip_low": 1.1}, "less than or equal to 1"),
+        ({"name": "sapo", "clip_low": 0.1}, "algorithm.clip_low must be left out with algorithm.policy_loss 'sapo'"),
+        (
+            {"name": "rloo", "dual_clip": 2.0},
+            "algorithm.dual_clip must be left out with algorithm.policy_loss 'reinforce'",
+        ),
+        ({"m2_budget": 0.1}, "algorithm.m2_budget must be left out with algorithm.policy_loss 'ppo_clip'"),
+        (
+            {"name": "m2po", "old_log_probs": "self"},
+            "algorithm.old_log_probs must be left out with algorithm.name 'm2po'",
+        ),
+        ({"name": "p3o", "tis_high": 2.0}, "algorithm.old_log_probs must not be 'rollout' with algorithm.tis_high"),
+        (
+            {"name": "rloo", "advantage": "group_mean"},
+            "algorithm.advantage must be left out with algorithm.name 'rloo'",
+        ),
+        ({"name": "gspo", "policy_loss": "sapo"}, "algorithm.policy_loss must be left out"),
+        ({"kl_in": "reward", "kl": "unbiased"}, "algorithm.kl must not be 'unbiased' with algorithm.kl_in 'reward'"),
+        (
+            {"name": "maxrl", "kl_in": "reward", "kl_coef": 0.1},
+            "algorithm.kl_in must be 'loss' .* which takes rewards for chances of success",
+        ),
+        ({"name": "gdpo", "kl_in": "reward", "kl_coef": 0.1}, "algorithm.kl_in must be 'loss' .* each component"),
         ({"dual_clip": 1.0}, "greater than 1"),
     ],
 )

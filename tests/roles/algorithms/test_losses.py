@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,16 @@ import pytest
 import torch
 
 from rondo.roles.algorithms.algorithm import ALGORITHMS, AlgorithmConfig
-from rondo.roles.algorithms.losses import Batch, denominator, importance, kl, policy_sums, ppo_clip
+from rondo.roles.algorithms.batch import Batch
+from rondo.roles.algorithms.corrections import importance
+from rondo.roles.algorithms.divergence import kl, kl_of_samples
+from rondo.roles.algorithms.losses import denominator, policy_sums
+from rondo.roles.algorithms.policy_losses import POLICY_LOSSES, ppo_clip
 from rondo.roles.algorithms.sums import LossSums
+from rondo.runtime.errors import Fatal
+from tests.roles.algorithms import by_hand
+from tests.roles.algorithms.by_hand import CONSTANTS
+from tests.roles.algorithms.by_hand import NAMES as TENSORS
 
 GRPO = AlgorithmConfig()
 
@@ -35,14 +44,23 @@ VARIANTS = {
             ("mask", "sequence", "constant"),
             ("truncate", "geometric", "constant"),
             ("truncate", "sequence", "token"),
+            ("reject", "token", "token"),
+            ("reject", "geometric", "sample"),
+            ("reject", "sequence", "constant"),
         )
     },
+    "unbiased": replace(GRPO, kl_coef=0.3, kl="unbiased"),
+    "kl_in_the_reward": replace(GRPO, kl_coef=0.3, kl="k1", kl_in="reward"),
+    "entropy": replace(GRPO, entropy_coef=0.01),
+    "opsm": replace(GRPO, opsm_delta=0.05, kl_coef=0.1),
+    "gspo_wide": replace(AlgorithmConfig(name="gspo"), clip_low=0.1, clip_high=0.2),
+    "gspo_token_wide": replace(AlgorithmConfig(name="gspo_token"), clip_low=0.1, clip_high=0.2),
+    "cispo_narrow": replace(AlgorithmConfig(name="cispo"), clip_low=0.3, clip_high=0.3),
     "k1": replace(GRPO, kl_coef=0.3, kl="k1"),
     "k2": replace(GRPO, kl_coef=0.3, kl="k2"),
     "low_var": replace(GRPO, kl_coef=0.3, kl="low_var"),
 }
 MAX_NEW_TOKENS = 16
-TENSORS = ("log_probs", "old_log_probs", "rollout_log_probs", "ref_log_probs", "advantages", "mask", "entropy")
 
 
 def ratios(*values: float) -> torch.Tensor:
@@ -67,67 +85,10 @@ def cut(made: dict[str, Any], samples: list[int]) -> dict[str, Any]:
     return part | {"lengths": [made["lengths"][i] for i in samples]}
 
 
-def in_numpy(algorithm: AlgorithmConfig, made: dict[str, Any]) -> tuple[float, dict[str, float]]:
-    """(loss, metrics) token by token, in float64, sharing nothing with what it checks."""
-    values = {name: made[name].double().numpy() for name in TENSORS}
-    losses: list[list[float]] = []
-    seen: dict[str, list[float]] = {
-        name: [] for name in ("low", "high", "dual", "ratio", "approx", "mismatch", "k3", "kl", "tis", "outside")
-    }
-    start = 0
-    for length in made["lengths"]:
-        sample = []
-        kept = [t for t in range(start, start + length) if values["mask"][t]]
-        product = math.prod(math.exp(values["old_log_probs"][t] - values["rollout_log_probs"][t]) for t in kept)
-        of_sample = {"sequence": product, "geometric": product ** (1 / max(len(kept), 1))}
-        for t in range(start, start + length):
-            if not values["mask"][t]:
-                continue
-            new, old, rollout = (values[name][t] for name in ("log_probs", "old_log_probs", "rollout_log_probs"))
-            advantage, ratio = values["advantages"][t], math.exp(new - old)
-            loss = max(
-                -ratio * advantage, -min(max(ratio, 1 - algorithm.clip_low), 1 + algorithm.clip_high) * advantage
-            )
-            if algorithm.dual_clip and advantage < 0:
-                loss = min(loss, -algorithm.dual_clip * advantage)
-            seen["low"].append(advantage < 0 and ratio < 1 - algorithm.clip_low)
-            seen["high"].append(advantage > 0 and ratio > 1 + algorithm.clip_high)
-            seen["dual"].append(bool(algorithm.dual_clip and advantage < 0 and ratio > algorithm.dual_clip))
-            seen["ratio"].append(ratio)
-            seen["approx"].append(ratio - 1 - (new - old))
-            seen["mismatch"].append(abs(new - rollout))
-            seen["k3"].append(math.exp(new - rollout) - 1 - (new - rollout))
-            if algorithm.tis_high is not None:
-                weight = of_sample.get(algorithm.tis_level, math.exp(old - rollout))
-                outside = not algorithm.tis_low <= weight <= algorithm.tis_high
-                if outside and algorithm.tis_mode == "mask":
-                    weight = 0.0
-                elif outside:
-                    weight = algorithm.tis_low if weight < algorithm.tis_low else algorithm.tis_high
-                seen["outside"].append(outside)
-                seen["tis"].append(weight)
-                loss *= weight
-            if algorithm.kl_coef:
-                x = new - values["ref_log_probs"][t]
-                term = {"k1": x, "k2": x * x / 2, "k3": math.exp(-x) - 1 + x, "low_var": min(math.exp(-x) - 1 + x, 10)}
-                seen["kl"].append(term[algorithm.kl])
-                loss += algorithm.kl_coef * term[algorithm.kl]
-            sample.append(loss)
-        losses.append(sample)
-        start += length
-    flat = [loss for sample in losses for loss in sample]
-    reduced: float = {
-        "sample": sum(sum(sample) / max(len(sample), 1) for sample in losses) / len(losses),
-        "token": sum(flat) / len(flat),
-        "constant": sum(flat) / (len(losses) * MAX_NEW_TOKENS),
-    }[algorithm.normalizer]
-    return reduced, {name: float(np.mean(numbers)) for name, numbers in seen.items() if numbers}
-
-
 def run(algorithm: AlgorithmConfig, made: dict[str, Any]) -> tuple[LossSums, torch.Tensor]:
     """(sums, gradient of the undivided loss with respect to the log-probs)."""
     log_probs = made["log_probs"].clone().requires_grad_()
-    sums = policy_sums(algorithm, **made | {"log_probs": log_probs})
+    sums = policy_sums(algorithm, **{"constants": CONSTANTS} | made | {"log_probs": log_probs})
     sums.loss.backward()
     assert log_probs.grad is not None
     return sums.detached(), log_probs.grad
@@ -159,12 +120,93 @@ def test_the_dual_clip_by_hand() -> None:
 
 
 @pytest.mark.parametrize("algorithm", [VARIANTS[name] for name in ALGORITHMS], ids=ALGORITHMS)
-def test_no_ratio_makes_a_token_of_negative_advantage_weigh_more_than_three(algorithm: AlgorithmConfig) -> None:
+def test_no_ratio_makes_a_token_of_negative_advantage_weigh_more_than_its_bound(algorithm: AlgorithmConfig) -> None:
+    bound = 1 + algorithm.clip_high if algorithm.policy_loss == "reinforce" else 3.0
     for log_ratio in (0.0, 1.0, 1.2, 5.0, 30.0):
         made = {name: torch.zeros(1) for name in TENSORS}
         made |= {"log_probs": torch.tensor([log_ratio]), "advantages": -torch.ones(1), "mask": torch.ones(1)}
-        sums, gradient = run(algorithm, made | {"lengths": [1]})
-        assert float(sums.loss) <= 3.0 and 0 <= float(gradient) <= 3.0
+        _, gradient = run(algorithm, made | {"lengths": [1], "constants": {}})
+        assert 0 <= float(gradient) <= bound
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_under_the_weights_that_sampled_every_loss_has_the_gradient_of_the_policy(name: str) -> None:
+    made = batch(0) | {"old_log_probs": None, "constants": {}}
+    made["rollout_log_probs"] = made["log_probs"]
+    _, gradient = run(replace(GRPO, policy_loss=name, normalizer="token"), made)
+    torch.testing.assert_close(gradient, torch.where(made["mask"] > 0, -made["advantages"], 0.0), rtol=1e-5, atol=1e-6)
+
+
+def weights(log_ratios: torch.Tensor, advantages: list[float], name: str, **options: Any) -> list[float]:
+    """The gradient of -A log pi's share in each token's loss, of samples of one token."""
+    log_probs = log_ratios.clone().requires_grad_()
+    zeros, every = torch.zeros(len(log_ratios)), torch.ones(len(log_ratios), dtype=torch.bool)
+    constants = options.pop("constants", {})
+    made = Batch(log_probs, zeros, zeros, torch.tensor(advantages), every, [1] * len(log_ratios), constants=constants)
+    loss, _ = POLICY_LOSSES[name](made, replace(GRPO, **options))
+    loss.sum().backward()
+    assert log_probs.grad is not None
+    return (-log_probs.grad / torch.tensor(advantages)).tolist()
+
+
+def test_what_a_token_weighs_by_hand() -> None:
+    up, down = ratios(2.0, 0.5), ratios(2.0, 0.5)
+    # Truncated on both sides; on the side that a sign pushes to; by the effective sample size.
+    assert weights(up, [1, 1], "reinforce", clip_low=0.2, clip_high=0.3) == pytest.approx([1.3, 0.8])
+    assert weights(up, [1, 1], "cispo_signed", clip_low=0.2, clip_high=0.3) == pytest.approx([1.3, 0.5])
+    assert weights(down, [-1, -1], "cispo_signed", clip_low=0.2, clip_high=0.3) == pytest.approx([2.0, 0.8])
+    assert weights(up, [1, 1], "p3o", constants={"ess": 0.8}) == pytest.approx([0.8 - 0.2 * 0.5, 0.5 + 0.2 * 1.0])
+    # 4 p (1 - p) rho with p = sigmoid(tau (rho - 1)): 0.786448 x 2 at rho 2, 0.940015 / 2 at rho 1/2.
+    assert weights(up, [1, 1], "sapo") == pytest.approx([1.5728954, 0.4700074], rel=1e-5)
+    assert weights(ratios(1.0), [-1], "sapo", sapo_tau_negative=3.0) == pytest.approx([1.0])
+    # Within the budget nothing is clipped; beyond it at 1 - e^-tau and e^tau - 1.
+    assert weights(up, [1, -1], "m2po") == pytest.approx([2.0, 0.5])
+    bounds = {"m2_clip_low": 0.3, "m2_clip_high": 0.5}
+    assert weights(up, [1, -1], "m2po", constants=bounds) == pytest.approx([0.0, 0.0])
+    # One ratio a sample, here the root of 2 x 1/2 x 8 = 2: each of three tokens has a third of it, or all of its own.
+    ratio = ratios(2.0, 0.5, 8.0)
+    for name, each in (("gspo", 2.0), ("gspo_token", 2.0)):
+        log_probs = ratio.clone().requires_grad_()
+        made = Batch(log_probs, torch.zeros(3), torch.zeros(3), torch.ones(3), torch.ones(3, dtype=torch.bool), [3])
+        loss, _ = POLICY_LOSSES[name](made, replace(GRPO, clip_high=1.5))
+        assert loss.tolist() == pytest.approx([-2.0] * 3)
+        loss.sum().backward()
+        assert log_probs.grad is not None and (-log_probs.grad).tolist() == pytest.approx([each] * 3)
+
+
+def test_a_sample_that_the_policy_has_left_behind_trains_only_upwards() -> None:
+    # Mean log-ratios of 0.1 down in the first two samples, 0.02 in the third; the second has a positive advantage.
+    made = {"log_probs": torch.tensor([-0.2, 0.0, -0.1, -0.02]), "lengths": [2, 1, 1], "mask": torch.ones(4)}
+    made |= {"rollout_log_probs": torch.zeros(4), "advantages": torch.tensor([-1.0, -1, 1, -1])}
+    sums, gradient = run(replace(GRPO, opsm_delta=0.05, normalizer="token"), made)
+    assert gradient.tolist() == [0, 0, -1, 1] and sums.metrics()["opsm_fraction"] == 0.5
+
+
+def test_denominators_follow_the_mask_of_a_correction(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(
+        "def kept(batch, algorithm): return 2 * batch.mask.float(), batch.rollout_log_probs > -5\n"
+        "def told(batch, algorithm): return (*kept(batch, algorithm), {'far': batch.rollout_log_probs < -5})\n"
+        "def weighed(batch, algorithm): return (batch.rollout_log_probs > -5) * 2.0\n"
+        "def three(batch, algorithm): return (batch.mask,) * 3\n"
+    )
+    # Samples of 2 and 3 tokens, of which the engine found one of each unlikely; A 1, ratio 1: losses of -2.
+    made = {"log_probs": torch.zeros(5), "lengths": [2, 3], "mask": torch.ones(5), "advantages": torch.ones(5)}
+    made |= {"rollout_log_probs": torch.tensor([-9.0, 0, 0, -9, 0]), "ref_log_probs": torch.ones(5)}
+    found = {}
+    for name in ("kept", "told", "weighed"):
+        for normalizer in ("token", "sample"):
+            own = replace(GRPO, correction=f"{tmp_path}/own.py:{name}", normalizer=normalizer, kl="k1", kl_coef=0.5)
+            sums, gradient = run(own, made)
+            found[name, normalizer] = loss_of(own, sums)
+            assert not gradient[0].any() or name == "weighed"
+            assert sums.metrics()["kept_fraction"] == (1.0 if name == "weighed" else 0.6)
+    # -2 - 0.5 for each token that stays; else the KL of all five counts, and five are divided by.
+    assert found["kept", "token"] == found["told", "token"] == -2.5 and found["kept", "sample"] == -2.5
+    assert found["weighed", "token"] == pytest.approx((3 * -2 + 5 * -0.5) / 5)
+    assert found["weighed", "sample"] == pytest.approx(((-2 / 2) + (2 * -2 / 3)) / 2 - 0.5)
+    assert run(replace(GRPO, correction=f"{tmp_path}/own.py:told"), made)[0].metrics()["far"] == 0.4
+    with pytest.raises(Fatal, match="must give weights, and perhaps a mask, got 3 tensors"):
+        run(replace(GRPO, correction=f"{tmp_path}/own.py:three"), made)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +225,8 @@ def test_corrections_by_hand(mode: Any, level: Any, weights: list[float], outsid
     old = ratios(2, 0.5, 4, 0.25, 99, 0.25)
     made = Batch(zeros, old, rollout_log_probs=zeros, advantages=zeros, mask=keep, lengths=[3, 3])
     algorithm = replace(GRPO, tis_low=0.3, tis_high=1.8, tis_mode=mode, tis_level=level)
-    found, measured = importance(made, algorithm)
+    found, stays, measured = importance(made, algorithm)
+    assert stays.all()
     assert found[keep].tolist() == pytest.approx(weights)
     share = measured["tis_mask_fraction" if mode == "mask" else "tis_clip_fraction"]
     assert share[keep].tolist() == [bool(value) for value in outside]
@@ -197,6 +240,10 @@ def test_kl_estimators_by_hand() -> None:
     k3 = [math.exp(-0.5) - 0.5, math.exp(0.5) - 1.5, math.exp(4) - 5]
     assert kl(x, zero, "k3").tolist() == pytest.approx(k3)
     assert kl(x, zero, "low_var").tolist() == pytest.approx([*k3[:2], 10])
+    assert kl(x, zero, "unbiased", torch.tensor([2.0, 1, 0.5])).tolist() == pytest.approx([2 * k3[0], k3[1], k3[2] / 2])
+    for estimator in ("k1", "k2", "k3", "low_var"):
+        mine = kl_of_samples(x.numpy(), zero.numpy(), estimator)
+        assert mine.tolist() == pytest.approx(kl(x, zero, estimator).tolist())
 
 
 def test_normalisers_by_hand() -> None:
@@ -211,6 +258,37 @@ def test_normalisers_by_hand() -> None:
     assert loss_of(replace(GRPO, normalizer="constant"), sums["constant"]) == 2 / (2 * MAX_NEW_TOKENS)
 
 
+def test_clipped_tokens_are_told_of_each_kind_of_samples_however_a_step_is_cut() -> None:
+    made, keep = batch(), batch()["mask"] > 0
+    kinds = {"text": [True, False] * 3, "image": [False, True, False, True, False, False], "video": [False] * 6}
+    whole = policy_sums(GRPO, **made, kinds=kinds)
+    found, spans = whole.metrics(), torch.tensor(made["lengths"])
+    clipped = ((made["log_probs"] - made["old_log_probs"]).exp() - 1) * made["advantages"].sign() > 0.2
+    for kind in ("text", "image"):
+        among = keep & torch.repeat_interleave(torch.tensor(kinds[kind]), spans)
+        assert found[f"clip_fraction_{kind}"] == pytest.approx(float(clipped[among].float().mean()))
+    assert not {"clip_fraction_video", "tokens_text"} & found.keys()
+    assert found["clip_fraction"] == pytest.approx(float(clipped[keep].float().mean()))
+    parts = [
+        policy_sums(GRPO, **cut(made, [at]), kinds={kind: [of[at]] for kind, of in kinds.items()}) for at in range(6)
+    ]
+    assert sum(parts[1:], start=parts[0]).metrics() == pytest.approx(found, rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("normalizer", ["sample", "token", "constant"])
+def test_a_sample_without_a_token_that_trains_is_in_no_count(normalizer: str) -> None:
+    """As one whose reward failed: with KL and entropy in the loss, it changes neither that nor what it is divided by."""
+    algorithm, made = replace(GRPO, normalizer=normalizer, kl_coef=0.1, entropy_coef=0.1), batch()
+    first, *lengths = made["lengths"]
+    names = [name for name, value in made.items() if isinstance(value, torch.Tensor)]
+    others = made | {name: made[name][first:] for name in names} | {"lengths": lengths}
+    masked = made | {"mask": torch.cat([torch.zeros(first), made["mask"][first:]])}
+    wanted, found = (policy_sums(algorithm, **each) for each in (others, masked))
+    assert denominator(found, algorithm.normalizer, 4) == denominator(wanted, algorithm.normalizer, 4)
+    assert loss_of(algorithm, found) == pytest.approx(loss_of(algorithm, wanted), rel=1e-6)
+    assert found.metrics() == pytest.approx(wanted.metrics(), rel=1e-6)
+
+
 def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_is_the_policy_gradient() -> None:
     made = batch() | {"old_log_probs": None, "mask": torch.ones(sum(batch()["lengths"]))}
     sums, gradient = run(replace(GRPO, normalizer="token"), made)
@@ -220,39 +298,30 @@ def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_is_the_policy_g
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("seed", range(3))
-def test_the_loss_and_its_metrics_equal_the_numpy_implementation(name: str, seed: int) -> None:
+@pytest.mark.parametrize("seed", range(2))
+def test_the_loss_and_its_metrics_equal_the_second_implementation(name: str, seed: int) -> None:
     algorithm, made = VARIANTS[name], batch(seed)
     sums, _ = run(algorithm, made)
-    loss, seen = in_numpy(algorithm, made)
+    loss, seen = by_hand.loss(algorithm, made, MAX_NEW_TOKENS)
     metrics = sums.metrics()
     assert loss_of(algorithm, sums) == pytest.approx(loss, rel=1e-5, abs=1e-6)
-    names = {
-        "low": "clip_low_fraction", "high": "clip_high_fraction", "dual": "clip_dual_fraction",
-        "ratio": "ratio_mean", "approx": "approx_kl", "mismatch": "mismatch_mean", "k3": "mismatch_kl", "kl": "kl",
-        "tis": "tis_weight_mean",
-        "outside": "tis_clip_fraction" if algorithm.tis_mode == "truncate" else "tis_mask_fraction",
-    }  # fmt: skip
-    for theirs, value in seen.items():
-        assert metrics[names[theirs]] == pytest.approx(value, rel=1e-5, abs=1e-6)
-    assert metrics["clip_fraction"] == pytest.approx(seen["low"] + seen["high"])
     keep = made["mask"] > 0
-    assert metrics["tokens"] == int(keep.sum()) and metrics["samples"] == 6
-    assert metrics["entropy"] == pytest.approx(float(made["entropy"][keep].mean()), rel=1e-5)
-    assert metrics["ratio_max"] == pytest.approx(
-        float((made["log_probs"] - made["old_log_probs"])[keep].exp().max()), rel=1e-5
-    )
-    assert ("kl" in metrics) == algorithm.needs_reference
-    assert ("tis_weight_mean" in metrics) == (algorithm.tis_high is not None)
+    ratio = (made["log_probs"] - made["old_log_probs"])[keep].exp()
+    mismatch = (made["log_probs"] - made["rollout_log_probs"])[keep].abs()
+    seen |= {
+        "tokens": int(keep.sum()),
+        "samples": sum(bool(part.any()) for part in keep.split(made["lengths"])),
+        "ratio_max": float(ratio.max()),
+        "mismatch_max": float(mismatch.max()),
+    }
+    assert metrics == pytest.approx(seen, rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_gradient_equals_finite_differences(name: str) -> None:
     algorithm, made = VARIANTS[name], batch(3)
-    _, gradient = run(algorithm, made)
-    scale = {"sample": 6.0, "token": float((made["mask"] > 0).sum()), "constant": 6.0 * MAX_NEW_TOKENS}[
-        algorithm.normalizer
-    ]
+    sums, gradient = run(algorithm, made)
+    scale = denominator(sums, algorithm.normalizer, MAX_NEW_TOKENS)
     for token in range(0, len(gradient), 5):
         step = 1e-4
         sides = []
@@ -260,7 +329,7 @@ def test_the_gradient_equals_finite_differences(name: str) -> None:
             moved = made["log_probs"].double()
             moved[token] += sign * step
             # TIS weights and pi_old are constants of the loss.
-            sides.append(in_numpy(algorithm, made | {"log_probs": moved})[0] * scale)
+            sides.append(by_hand.loss(algorithm, made | {"log_probs": moved}, MAX_NEW_TOKENS, at=made)[0] * scale)
         assert float(gradient[token]) == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-3, abs=1e-4)
 
 
@@ -298,11 +367,11 @@ def test_masked_tokens_may_hold_anything(name: str) -> None:
     assert again.metrics() == sums.metrics()
 
 
-def test_a_sample_masked_whole_counts_as_a_sample_and_gives_nothing() -> None:
+def test_a_step_masked_whole_gives_nothing_and_is_divided_by_one() -> None:
     made = batch(0) | {"mask": torch.zeros(sum(batch(0)["lengths"]))}
     sums, gradient = run(GRPO, made)
     assert not gradient.any()
-    assert loss_of(GRPO, sums) == 0 and denominator(sums, "sample", 1) == 6
+    assert loss_of(GRPO, sums) == 0 and denominator(sums, "sample", 1) == 1
     assert denominator(sums, "token", 1) == 1
 
 
@@ -326,5 +395,7 @@ def test_weightless_sums_add_nothing_and_keep_the_graph() -> None:
 def test_a_missing_reference_and_wrong_lengths_are_refused() -> None:
     with pytest.raises(ValueError, match=r"ref_log_probs must be given with kl_coef 0\.3"):
         policy_sums(VARIANTS["k1"], **batch(0) | {"ref_log_probs": None})
+    with pytest.raises(ValueError, match=r"entropy must be given with entropy_coef 0\.01"):
+        policy_sums(VARIANTS["entropy"], **batch(0) | {"entropy": None})
     with pytest.raises(ValueError, match="lengths must add up"):
         policy_sums(GRPO, **batch(0) | {"lengths": [1]})

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.roles.data.cursor import Cursor, Order, Permutation, Place, held_out_rows
+from rondo.roles.data.cursor import Balance, Cursor, Order, Permutation, Place, held_out_rows
 from rondo.runtime.errors import ConfigError
 
 
@@ -55,6 +56,31 @@ def test_every_pass_takes_every_row_once_in_an_order_of_its_own() -> None:
         assert {place.pass_number for place in places} == {number}
         assert sorted(place.row for place in places) == list(range(50))
     assert len({tuple(place.row for place in places) for places in passes}) == 3
+
+
+KINDS = ["image"] * 30 + ["text"] * 60 + ["audio"] * 10
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_every_step_of_a_balanced_order_holds_each_kind_in_its_share_of_the_data(shuffle: bool) -> None:
+    order = Order(100, seed=3, shuffle=shuffle, balance=Balance(KINDS))
+    passes = [[order.locate(100 * number + at).row for at in range(100)] for number in range(2)]
+    for rows in passes:
+        assert sorted(rows) == list(range(100))
+        for step in range(10):
+            counts = Counter(KINDS[row] for row in rows[10 * step : 10 * step + 10])
+            assert abs(counts["image"] - 3) <= 1 and abs(counts["text"] - 6) <= 1 and abs(counts["audio"] - 1) <= 1
+    assert (passes[0] == passes[1]) != shuffle
+
+
+def test_where_a_kind_runs_dry_the_others_fill_its_places_in_their_shares_and_every_row_comes_once() -> None:
+    order = Order(100, seed=3, balance=Balance(KINDS, {"audio": 2.0, "image": 1.0, "text": 1.0, "video": 9.0}))
+    rows = [order.locate(at).row for at in range(100)]
+    assert sorted(rows) == list(range(100))
+    first, then, last = (Counter(KINDS[row] for row in rows[slice(*part)]) for part in ((0, 20), (20, 60), (80, 100)))
+    assert (first["audio"], first["image"], first["text"]) == (10, 5, 5)
+    assert (then["audio"], then["image"], then["text"]) == (0, 20, 20)
+    assert last == {"text": 20}
 
 
 def test_another_seed_gives_another_order() -> None:

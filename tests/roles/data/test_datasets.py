@@ -246,7 +246,7 @@ def test_evaluation_takes_what_training_never_sees(tmp_path: Path) -> None:
     (held_out,) = sets.values()
     assert (len(train), len(held_out)) == (20, 6)
     assert not set(prompts(train)) & set(prompts(held_out))
-    order = train_order(job(settings), len(train))
+    order = train_order(job(settings), train)
     assert sorted(order.locate(position).row for position in range(20)) == list(range(20))
 
 
@@ -305,6 +305,20 @@ def test_rows_of_every_source_carry_the_media_that_columns_hold(tmp_path: Path) 
     )
 
 
+def test_rows_go_by_their_kinds_where_steps_are_balanced_and_each_kind_needs_a_share(tmp_path: Path) -> None:
+    media = {"media_columns": {"image": "picture", "audio": "speech"}, "apply_chat_template": True, "label": None}
+    names = {"i": ("1.png", None), "a": (None, "1.wav"), "m": ("1.png", "1.wav"), "t": (None, None)}
+    rows = [{"question": "?", "picture": names[kind][0], "speech": names[kind][1]} for kind in "iiiiaamt"]
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    natural = config(path, **media, balance="natural", shuffle=False)
+    data = open_dataset(natural)
+    order = train_order(job(natural), data)
+    assert ["iiiiaamt"[order.locate(at).row] for at in range(8)] == list("iaimtiai")
+    shares = {"image": 1.0, "audio": 1.0, "text": 1.0}
+    with pytest.raises(ConfigError, match=r"data\.balance must have a share for each kind of rows, got none for mixed"):
+        train_order(job(config(path, **media, balance=shares)), data)
+
+
 def test_parquet_reads_the_bytes_of_media_row_by_row(tmp_path: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     size = 1 << 18
@@ -352,7 +366,7 @@ def test_demonstrations_of_training_rows_bring_their_media(tmp_path: Path) -> No
     rows = [{"question": f"{i}", "answer": str(i), "image": f"{i}.png"} for i in range(8)]
     data = config(write_jsonl(tmp_path / "a.jsonl", rows), media_columns={"image": "image"}, apply_chat_template=True)
     sft = SftConfig(demonstrate=f"{__file__}:shout", steps=2, batch_size=6)
-    found = demonstrations(job(data).model_copy(update={"sft": sft}))
+    found, _ = demonstrations(job(data).model_copy(update={"sft": sft}))
     assert len(found) == 12
     for i in range(12):
         row = found.row(i)
@@ -433,7 +447,7 @@ def test_a_training_row_that_has_no_answer_costs_that_demonstration(tmp_path: Pa
     rows = [{"question": "a", "answer": "0"}, {"question": 7, "answer": "0"}, {"question": "c", "answer": "1"}]
     data = config(write_jsonl(tmp_path / "a.jsonl", [*rows, {"question": "d", "answer": "2"}]))
     sft = SftConfig(demonstrate=refuse_some, steps=1, batch_size=4)
-    found = demonstrations(job(data).model_copy(update={"sft": sft}))
+    found, _ = demonstrations(job(data).model_copy(update={"sft": sft}))
     seen = []
     for index in range(len(found)):
         try:

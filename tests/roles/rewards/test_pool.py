@@ -182,12 +182,19 @@ async def test_a_group_is_scored_in_order(functions: str) -> None:
 
 
 async def test_a_function_is_told_how_a_response_ended_where_it_asks_by_name(functions: str) -> None:
-    item = RewardItem("x", "y", "p", {"m": 1}, "length", 7, 64)
+    item = RewardItem("x", "y", "p", {"m": 1}, "length", 7, 64, turns=["a", "b"])
     for name, told in (
         ("asks", ["length", 7]),
         (
             "takes_all",
-            {"prompt": "p", "metadata": {"m": 1}, "finish_reason": "length", "num_tokens": 7, "max_new_tokens": 64},
+            {
+                "prompt": "p",
+                "metadata": {"m": 1},
+                "finish_reason": "length",
+                "num_tokens": 7,
+                "max_new_tokens": 64,
+                "turns": ["a", "b"],
+            },
         ),
     ):
         async with pool_of(functions, name) as pool:

@@ -23,6 +23,7 @@ from rondo.roles.engines.engine import Completion, Request, SamplingParams
 from rondo.roles.engines.replica import Replica
 from rondo.roles.engines.stops import Stops
 from rondo.roles.rewards.pool import RewardItem, RewardResult
+from rondo.roles.sampling.episode import Episode
 from rondo.roles.sampling.evaluation import Evaluator, figures, pass_at_k, result
 from rondo.roles.sampling.predict import MOST_AT_ONCE, Predictor
 from rondo.roles.sampling.workflow import Client, Context
@@ -142,7 +143,7 @@ async def test_a_prompt_that_cannot_be_used_is_in_no_mean_and_is_told() -> None:
 async def hangs_for_1(row: Row, client: Client, context: Context) -> None:
     if row.prompt == "1":
         await asyncio.Event().wait()  # a judge that does not answer
-    await context.each(client.generate)
+    await context.each(client, Episode.generate)
 
 
 async def test_a_workflow_that_hangs_costs_its_own_prompt_and_no_answer_that_takes_long_does() -> None:

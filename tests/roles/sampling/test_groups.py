@@ -13,16 +13,18 @@ from typing import Any, cast
 
 import numpy as np
 import orjson
+import pytest
 
 from rondo.comm.bus.group import FINISH, REWARD
 from rondo.roles.advantages import _advantages
-from rondo.roles.algorithms.advantages import group_mean
-from rondo.roles.config import DataConfig
+from rondo.roles.algorithms.advantages import of_group
+from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig
 from rondo.roles.data.datasets import Row
 from rondo.roles.engines.engine import Completion, Request
 from rondo.roles.resumed import KeptSamples, copy_samples, write_samples
 from rondo.roles.rewards.pool import RewardItem, RewardResult
 from rondo.roles.sampling.columns import columns_of
+from rondo.roles.sampling.episode import SampleRow
 from rondo.roles.sampling.filters import Ended, equal_rewards, keep_pool
 from rondo.roles.sampling.groups import Lease, PromptGroups
 from tests.comm.served import served
@@ -94,7 +96,7 @@ async def test_a_reward_that_fails_fails_its_sample_alone_and_nothing_is_generat
             (1.0, "stop"),
             (0.5, "length"),
         ]
-        found = _advantages(list(made.rows), group_mean)
+        found = _advantages(list(made.rows), of_group(AlgorithmConfig(name="dr_grpo"), []))
         assert [each.tolist() for each in found] == [[0.0] * 3, [-0.5] * 3, [0.5] * 3, [0.0] * 3]
         assert [row.array("loss_mask").tolist() for row in made.rows] == [[0] * 3, [1] * 3, [1] * 3, [1] * 3]
         write_samples(tmp_path, copy_samples(bus, orjson.dumps(index.dump())))
@@ -128,11 +130,30 @@ def test_samples_that_their_limit_cut_off_can_be_left_out_of_the_loss() -> None:
     done = [
         Completion("", tokens, -tokens.astype(np.float32), tokens, reason) for reason in ("stop", "length", "cancelled")
     ]  # type: ignore[arg-type]
-    for masks, expected in ((False, [[1] * 3, [1] * 3, [1] * 3]), (True, [[1] * 3, [0] * 3, [1] * 3])):
+    for masks, expected in ((False, [[1] * 3, [1] * 3, [0] * 3]), (True, [[1] * 3, [0] * 3, [0] * 3])):
         rollout = SimpleNamespace(mask_old_tokens=False, mask_truncated=masks)
-        config = SimpleNamespace(rollout=rollout, train=SimpleNamespace(router_replay=False))
-        [mask] = [each for each in columns_of(cast(Any, config), tokens, done, [True] * 3) if each.name == "loss_mask"]
-        assert [array.tolist() for array in mask.arrays] == expected and mask.arrays[0].dtype == np.uint8
+        reward = RewardConfig(function="rewards:exact", components={"right": 1.0, "short": 0.5})
+        config = SimpleNamespace(
+            rollout=rollout,
+            train=SimpleNamespace(router_replay="off"),
+            reward=reward,
+            components=reward.components,
+            num_parts=2 * masks,
+            algorithm=AlgorithmConfig(),
+        )
+        results = [
+            RewardResult(2.0, {"right": 1.5, "short": 1.0}),
+            RewardResult(0.5, {"right": 0.0, "short": 1.0}),
+            RewardResult(None),
+        ]
+        made = {
+            each.name: each
+            for each in columns_of(cast(Any, config), [SampleRow(tokens, each) for each in done], results)
+        }
+        assert [array.tolist() for array in made["loss_mask"].arrays] == expected
+        assert made["loss_mask"].arrays[0].dtype == np.uint8
+        if masks:  # what is compared by itself
+            assert [array.tolist() for array in made["reward_parts"].arrays] == [[1.5, 1.0], [0.0, 1.0], [0, 0]]
 
 
 async def test_a_prompt_is_tokenized_beside_the_loop_one_at_a_time() -> None:
@@ -200,7 +221,7 @@ async def test_a_filter_of_the_users_sees_how_samples_ended_and_its_own_failure_
         for pool in opened:
             await pools.enter_async_context(pool)
         groups = Groups(None, KeptSamples())  # type: ignore[arg-type]
-        groups.job.config.algorithm = SimpleNamespace(min_group_size=1)  # type: ignore[misc, assignment]
+        groups.job.config.algorithm = AlgorithmConfig(name="reinforce_plus_plus")  # type: ignore[misc]
         for groups.keep in opened:
             assert await groups._outcome(samples, []) is None
             assert await groups._outcome(samples[:1], []) == ("filtered", "rollout.keep said no")
@@ -209,3 +230,28 @@ async def test_a_filter_of_the_users_sees_how_samples_ended_and_its_own_failure_
             outcome = await groups._outcome([samples[0]._replace(num_tokens=num_tokens)], [])
             assert outcome is not None and outcome[0] == "failed" and error in outcome[1]
     assert not equal_rewards([*samples, Ended(0.5, "stop", 1)]) and equal_rewards(samples)
+
+
+async def test_a_response_near_its_limit_is_put_with_less_reward_and_says_so(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    shape: dict[str, Any] = {"base_columns": BASE_COLUMNS, "row_bytes": 4096, "samples_per_group": 2}
+    async with asyncio.timeout(60), served(max_staleness=0, **shape) as run:
+        bus, grants = await leased(run)
+        groups = Scored(bus, {0: 1.0, 1: None}, tmp_path)
+        groups.job.config.algorithm = AlgorithmConfig(name="reinforce_plus_plus")  # type: ignore[misc]
+        groups.job.config.rollout.max_new_tokens = 4  # type: ignore[misc]
+        groups.job.config.reward.overlong = RewardConfig(  # type: ignore[method-assign]
+            function="rewards:exact", overlong_tokens=2, overlong_penalty=0.5
+        ).overlong
+        await groups.fill(Lease(**{**grants[0], "have": {}}))
+        assert run.coordinator.index.groups[0].info[REWARD] == [0.75, None]  # 3 of 4 tokens: half of the way
+    first, second = map(orjson.loads, (tmp_path / "samples" / "step_000000.jsonl").read_bytes().splitlines())
+    assert (first["reward"], first["details"]) == (0.75, {"overlong": -0.25}) and second["reward"] is None
+
+
+def test_the_penalty_of_overlong_responses_rises_evenly_up_to_the_limit() -> None:
+    config = RewardConfig(function="rewards:exact", overlong_tokens=4)
+    assert [config.overlong(length, 16) for length in (1, 12, 13, 15, 16, 20)] == [0, 0, 0.25, 0.75, 1, 1]
+    assert RewardConfig(function="rewards:exact").overlong(16, 16) == 0
+    with pytest.raises(ValueError, match=r"reward.overlong_tokens must be set with reward.overlong_penalty"):
+        RewardConfig(function="rewards:exact", overlong_penalty=2.0)

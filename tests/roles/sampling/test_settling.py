@@ -107,7 +107,7 @@ class Actor(ActorRole):
             rests=False,
             has_actor_fwd=True,
         )
-        self._snapshot, self._publisher, self._publishing, self._parity = None, None, None, None
+        self._snapshot, self._publishing, self._parity = None, None, None
         self._step_began = 0.0
 
     def _read(self, made: Any) -> tuple[list[Any], list[np.ndarray]]:
@@ -170,13 +170,13 @@ async def test_a_trainer_that_rests_takes_its_memory_after_the_engine_gave_its_o
 
     async def copied(*_: Any) -> Any:
         log.append("copied")
-        return SimpleNamespace()
+        return 0, SimpleNamespace()
 
     actor._job.takes_turns = actor._job.rests = True
     actor._job.config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"hot_snapshot": False})})
     actor._job.turns.make_room = functools.partial(noted, "room")
     actor._copied = copied  # type: ignore[method-assign]
-    actor._end_publish = lambda _: noted("told")  # type: ignore[method-assign,assignment]
+    actor._end_publish = lambda *_: noted("told")  # type: ignore[method-assign,assignment]
     actor._publish = functools.partial(ActorRole._publish, actor)  # type: ignore[method-assign]
     async with asyncio.TaskGroup() as actor._tasks:
         await actor._train(0)
@@ -191,7 +191,7 @@ async def test_a_trainer_that_rests_takes_its_memory_after_the_engine_gave_its_o
 async def test_a_full_disk_of_the_coordinator_does_not_count_in_the_deadline_of_a_commit(
     monkeypatch: pytest.MonkeyPatch, held_up: int, ends: bool
 ) -> None:
-    monkeypatch.setattr("rondo.roles.actor.SETTLE_LIMIT_S", 0.01)
+    monkeypatch.setattr("rondo.roles.training.trainable.SETTLE_LIMIT_S", 0.01)
     actor = Actor([])
     actor.bus.held_up = held_up
     async with asyncio.TaskGroup() as actor._tasks:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +20,10 @@ from rondo.roles.engines.engine import Completion, Request, SamplingParams
 from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.rewards.pool import RewardItem, RewardResult
 from rondo.roles.sampling.columns import loss_mask
+from rondo.roles.sampling.episode import Episode, Limits, Made, SampleRow
 from rondo.roles.sampling.evaluation import scored
 from rondo.roles.sampling.single_turn import single_turn
-from rondo.roles.sampling.workflow import Client, Context, Made, Workflow, extended, open_workflow
+from rondo.roles.sampling.workflow import Client, Context, Workflow, open_workflow
 from rondo.runtime.errors import Closed, ConfigError
 from tests.roles.engines.engines import qwen3
 
@@ -29,6 +31,7 @@ DOCS = Path(__file__).parents[3] / "docs" / "your-own.md"
 PROMPT = np.array([5, 6, 7], np.int32)
 ROW = Row("row 9", "p", "7", {})
 MOST = 16
+LIMITS = Limits(MOST, MOST + len(PROMPT))
 
 
 def sample(*tokens: int) -> Completion:
@@ -36,8 +39,12 @@ def sample(*tokens: int) -> Completion:
     return Completion("", np.array(tokens, np.int32), np.ones(size, np.float32), np.zeros(size, np.int32), "stop")
 
 
+def made(number: int, *tokens: int, error: str | None = None) -> Made:
+    return Made(number, (SampleRow(PROMPT, sample(*tokens or (number,))),), error=error)
+
+
 def context(*, missing: tuple[int, ...] = (0, 1), tokenizer: Any = None, **options: Any) -> Context:
-    return Context(ROW, PROMPT, None, tokenizer, missing, MOST, **options)
+    return Context(ROW, PROMPT, None, tokenizer, missing, options.pop("limits", LIMITS), **options)
 
 
 async def nobody(request: Request) -> Completion:
@@ -50,7 +57,7 @@ async def made_by(workflow: Workflow, at: Context, ask: Any = nobody, params: An
     def request(number: int) -> Request:
         return Request(f"r/{number}", PROMPT, params or SamplingParams(MOST, temperature=0.0), seed=number)
 
-    async with asyncio.timeout(60), aclosing(at.samples(workflow, Client(request, ask))) as made:
+    async with asyncio.timeout(60), aclosing(at.samples(workflow, Client(at, request, ask))) as made:
         return [some async for some in made]
 
 
@@ -83,25 +90,27 @@ async def test_the_workflow_of_the_docs_goes_on_behind_what_it_tells_the_policy(
     once = [each for some in await made_by(single_turn, context(), ask, SamplingParams(4)) for each in some]
 
     async def short_first(request: Request) -> Completion:
-        return await ask(request if request.prefix else Request(request.id, PROMPT, SamplingParams(4), request.seed))
+        if request.prefix:
+            return await ask(request)
+        return replace(await ask(Request(request.id, PROMPT, SamplingParams(4), request.seed)), finish_reason="stop")
 
     twice = [
         sorted(
             (each for some in await made_by(workflow_of_the_docs(), at, short_first, params) for each in some),
             key=lambda each: each.number,
         )
-        for at in (Context(ROW, PROMPT, None, tokenizer, (0, 1), 24) for _ in range(2))
+        for at in (context(tokenizer=tokenizer, limits=Limits(24, 64)) for _ in range(2))
     ]
     for first, one, same in zip(once, *twice, strict=True):
-        size, done = len(first.completion.tokens), one.completion
-        assert done.tokens[:size].tolist() == first.completion.tokens.tolist()
+        size, done = len(first.last.tokens), one.last
+        assert done.tokens[:size].tolist() == first.last.tokens.tolist()
         assert done.tokens[size : size + len(told)].tolist() == told
         assert done.policy_versions.tolist() == [3] * size + [NO_VERSION] * len(told) + [3] * (
             len(done.tokens) - size - len(told)
         )
         assert loss_mask(done, False).sum() == len(done.tokens) - len(told) > size
         assert len(done.tokens) == 24 and done.finish_reason == "length"
-        assert done.tokens.tolist() == same.completion.tokens.tolist(), "seeds are those of sample and place"
+        assert done.tokens.tolist() == same.last.tokens.tolist(), "seeds are those of sample and place"
     await engine.close()
 
 
@@ -116,22 +125,18 @@ async def test_a_text_that_ends_samples_ends_none_again_in_what_it_goes_on_from(
             before = [] if request.prefix is None else request.prefix.tokens.tolist()
             return sample(*before, *(ids[0] if request.prefix is None else ids[2]))
 
+    async def play(episode: Episode) -> None:
+        await episode.generate()
+        await episode.say("told")
+        await episode.generate()
+
     async def workflow(row: Row, client: Client, at: Context) -> None:
-        first = await client.generate(0)
-        at.done(0, await client.generate(0, extended(first, ids[1])))
+        await at.each(client, play)
 
     ask = lambda request: whole_sample(cast(Any, Engine()), request, Stops((), (".",), tokenizer))  # noqa: E731
     [[made]] = await made_by(workflow, context(missing=(0,), tokenizer=tokenizer), ask)
-    assert tokenizer.decode(made.completion.tokens.tolist()) == "ab.toldcd."
+    assert tokenizer.decode(made.last.tokens.tolist()) == "ab.toldcd."
     assert [each.prefix is None for each in asked] == [True, False]
-
-
-async def test_a_sample_without_room_comes_back_cut_and_is_not_asked_for() -> None:
-    async def workflow(row: Row, client: Client, at: Context) -> None:
-        at.done(0, await client.generate(0, extended(sample(1, 2), range(MOST))))
-
-    [[made]] = await made_by(workflow, context(missing=(0,)))
-    assert (len(made.completion.tokens), made.completion.finish_reason) == (MOST, "length")
 
 
 async def test_what_was_handed_in_stays_when_the_workflow_fails_and_the_others_are_cancelled() -> None:
@@ -139,7 +144,7 @@ async def test_what_was_handed_in_stays_when_the_workflow_fails_and_the_others_a
     at, parts = context(missing=(0, 1, 2)), list[list[Made]]()
 
     async def workflow(row: Row, client: Client, at: Context) -> None:
-        async def one(number: int) -> Completion:
+        async def one(number: int) -> None:
             if number == 2:
                 raise LookupError("planted")
             if number == 0:
@@ -147,13 +152,15 @@ async def test_what_was_handed_in_stays_when_the_workflow_fails_and_the_others_a
                     await asyncio.Event().wait()
                 finally:
                     cancelled.set()
-            return sample(number)
+            at.done(made(number))
 
-        await at.each(one)
+        async with asyncio.TaskGroup() as tasks:
+            for number in at.missing:
+                tasks.create_task(one(number))
 
     with pytest.raises(RowError, match=r"row 9: rollout.workflow must end without errors, got LookupError: planted"):
-        async with aclosing(at.samples(workflow, cast(Any, None))) as made:
-            async for some in made:
+        async with aclosing(at.samples(workflow, cast(Any, None))) as ready:
+            async for some in ready:
                 parts.append(some)
     assert [[each.number for each in some] for some in parts] == [[1]] and cancelled.is_set()
 
@@ -161,10 +168,10 @@ async def test_what_was_handed_in_stays_when_the_workflow_fails_and_the_others_a
 async def test_samples_that_end_together_come_together_in_the_order_of_their_numbers() -> None:
     async def workflow(row: Row, client: Client, at: Context) -> None:
         for number in reversed(at.missing):
-            at.done(number, sample(number), "planted" if number else None)
+            at.done(made(number, error="planted" if number else None))
 
-    [made] = await made_by(workflow, context(missing=(0, 3, 4)))
-    assert [(each.number, each.error) for each in made] == [(0, None), (3, "planted"), (4, "planted")]
+    [ready] = await made_by(workflow, context(missing=(0, 3, 4)))
+    assert [(each.number, each.error) for each in ready] == [(0, None), (3, "planted"), (4, "planted")]
 
     class Rewards:
         async def score(self, items: list[RewardItem]) -> list[RewardResult]:
@@ -174,7 +181,7 @@ async def test_samples_that_end_together_come_together_in_the_order_of_their_num
         def decode(self, tokens: list[int], **_: Any) -> str:
             return str(tokens[0])
 
-    found = await scored(cast(Any, Rewards()), Letters(), ROW, made, MOST)
+    found = await scored(cast(Any, Rewards()), Letters(), ROW, ready, MOST)
     assert [(each.score, each.error) for each in found] == [(0.0, None), (None, "planted"), (None, "planted")]
 
 
@@ -182,18 +189,19 @@ async def test_samples_that_end_together_come_together_in_the_order_of_their_num
     ("handed", "error"),
     [
         ([], r"row 9: rollout.workflow must hand in each missing sample once, got none of \[0, 1\]. Correct it"),
-        ([(0, sample(1)), (0, sample(1))], r"hand in each missing sample once, of \[0, 1\], got 0"),
-        ([(2, sample(1))], r"hand in each missing sample once, of \[0, 1\], got 2"),
+        ([made(0), made(0)], r"hand in each missing sample once, of \[0, 1\], got 0"),
+        ([made(2)], r"hand in each missing sample once, of \[0, 1\], got 2"),
         (
-            [(0, sample(*range(17)))],
-            r"samples of at most 16 tokens, each with its log-prob and version, got \[17, 17, 17\]",
+            [made(0, *range(17))],
+            r"make rows of 1 to 16 tokens, each with its log-prob and version, got \[17, 17, 17\] for 0",
         ),
+        ([Made(0, made(0).rows * 2)], r"make samples of 1 to 1 rows \(rollout.max_rows\), got 2"),
     ],
 )
 async def test_each_missing_sample_is_handed_in_once_and_within_its_room(handed: Any, error: str) -> None:
     async def workflow(row: Row, client: Client, at: Context) -> None:
-        for number, done in handed:
-            at.done(number, done)
+        for each in handed:
+            at.done(each)
 
     with pytest.raises(RowError, match=error):
         await made_by(workflow, context())

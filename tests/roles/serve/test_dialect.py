@@ -14,8 +14,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rondo.models.logprobs import score_tokens
 from rondo.roles.engines.embedded.qwen3_forward import Qwen3Forward
 from rondo.roles.engines.engine import Request, SamplingParams
+from rondo.roles.engines.scoring_servers import ScoringServers
 from rondo.roles.engines.sglang.client import ServerError
 from tests.models.builders import full_tensors
 from tests.roles.engines.engines import qwen3
@@ -142,7 +144,7 @@ async def test_a_stop_string_ends_the_sample_at_its_token_and_the_engine_stops_t
         ({"input_ids": [1], "sampling_params": {"stop_token_ids": [2**63]}}, "stop_token_ids must be from 0 to 2147483647"),
         ({"input_ids": [1], "priority": 2**63}, "must be from -2147483647 to 2147483647, got 9223372036854775808"),
         ({"input_ids": [1], "sampling_params": {"n": 0}}, "n must be at least 1, got 0"),
-        ({"input_ids": [1], "return_logprob": True, "logprob_start_len": 0}, "logprob_start_len must be -1"),
+        ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens must be at least 1, or 0 with"),
         ({"input_ids": [1], "image_data": ["a.png"]}, "image_data must be []"),
         ({"input_ids": [1], "return_hidden_states": True}, "return_hidden_states must be False"),
         ({"input_ids": [[1], [2]], "rid": ["a", "a"]}, "rid must be unique in a batch"),
@@ -152,6 +154,53 @@ async def test_what_would_change_the_answer_and_is_not_supported_is_refused_with
     async with serving() as served:
         status, told = await refused(served, body)
     assert status == 400 and words in told
+
+
+async def scores(tokens: np.ndarray, response: int, top_k: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    ids = np.tile(np.arange(top_k), (response, 1))
+    return -0.5 * np.arange(response), ids, -1.0 - ids
+
+
+async def test_a_prompts_own_tokens_are_scored_from_a_place_on_as_a_teacher_is_asked() -> None:
+    body = {"input_ids": [5, 6, 7], "return_logprob": True, "logprob_start_len": 1, "top_logprobs_num": 2}
+    async with serving(scores=scores) as served:
+        alone = await served.post("/generate", body | {"sampling_params": {"max_new_tokens": 0}})
+        beside = await served.post("/generate", asking(2, **body))
+        status, told = await refused(served, body | {"logprob_start_len": 2})
+        async with ScoringServers([served.url], api="sglang", key=TOKEN) as servers:
+            log_probs, compared = await servers.score(np.array([5, 6, 7, 8], np.int32), 2, 3)
+    meta = alone["meta_info"]
+    assert (alone["output_ids"], alone["text"], meta["completion_tokens"]) == ([], "", 0)
+    assert meta["finish_reason"] == {"type": "length", "length": 0} and meta["output_token_logprobs"] == []
+    assert meta["input_token_logprobs"] == [[None, 6, None], [0.0, 7, None]]
+    assert meta["input_top_logprobs"] == [None, [[-1, 0, None], [-2, 1, None]]]
+    assert (
+        len(beside["output_ids"]) == 2 and beside["meta_info"]["input_token_logprobs"] == meta["input_token_logprobs"]
+    )
+    assert status == 400 and "logprob_start_len must leave two of 3 tokens or more of a prompt, got 2" in told
+    assert log_probs.tolist() == [0, -0.5] and compared is not None and compared[0].tolist() == [[0, 1, 2]] * 2
+    async with serving() as served:
+        assert (await refused(served, body))[0] == 501
+
+
+async def test_what_the_engine_sampled_is_scored_with_its_own_log_probs() -> None:
+    model = model_of(0)
+
+    async def score(*asked: Any) -> Any:
+        return await asyncio.to_thread(score_tokens, model, *asked)
+
+    async with serving(forward=real(), max_length=128, scores=score) as served:
+        told = await served.post("/generate", asking(6, top_logprobs_num=3))
+        whole = {"input_ids": prompt_ids() + told["output_ids"], "sampling_params": {"max_new_tokens": 0}}
+        again = await served.post("/generate", asking(**whole, logprob_start_len=4, top_logprobs_num=3))
+    for mine, other in (
+        ("input_token_logprobs", "output_token_logprobs"),
+        ("input_top_logprobs", "output_top_logprobs"),
+    ):
+        scored, sampled = again["meta_info"][mine][1:], told["meta_info"][other]
+        np.testing.assert_allclose(
+            np.array(scored, object)[..., :2].astype(float), np.array(sampled, object)[..., :2].astype(float), atol=2e-5
+        )
 
 
 async def test_unknown_names_beside_the_sampling_are_ignored_and_neutral_values_are_taken() -> None:

@@ -98,7 +98,9 @@ async def main() -> dict[str, Any]:
         rank=0, run_dir=OUT, report=report, compute=compute, section=lambda name, limit_s: contextlib.nullcontext(),
         span=lambda name, **_: span(name, "actor"),
     )  # fmt: skip
-    config = SimpleNamespace(train=SimpleNamespace(wait_for_room_s=300.0), supervision=SimpleNamespace(save_s=300.0))
+    config = SimpleNamespace(
+        train=SimpleNamespace(wait_for_room_s=300.0), supervision=SimpleNamespace(save_s=300.0), critic=None
+    )
     job, trainer = SimpleNamespace(config=config, bus=Bus(), model_path="model"), Trainer()
 
     async def settle() -> None: ...

@@ -15,9 +15,12 @@ from rondo.comm.bus.group import NO_VERSION
 from rondo.models.config import ModelConfig
 from rondo.models.load import load_model, prepare
 from rondo.models.logprobs import response_log_probs
+from rondo.models.media.config import MediaConfig
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.models.scaling import LossScale
+from rondo.roles.algorithms.losses import policy_sums
+from rondo.roles.algorithms.sums import TOKENS_OF
 from rondo.roles.config import (
     AlgorithmConfig,
     DataConfig,
@@ -27,7 +30,7 @@ from rondo.roles.config import (
     SftConfig,
     TrainConfig,
 )
-from rondo.roles.training.backend import Backend
+from rondo.roles.training.backend import Backend, Use
 from rondo.roles.training.objective import PolicyObjective, TrainRow, open_policy
 from rondo.roles.training.sft import backend_of
 from rondo.roles.training.warm_up import train_on_demonstrations
@@ -131,18 +134,18 @@ def test_a_trainer_that_rests_between_steps_trains_the_same_bits_and_is_read_mea
 def test_a_restored_trainer_goes_on_bit_by_bit(model: str) -> None:
     config = job(model)
     made = trainer(config, model)
-    made.accumulate(0, rows(1), [[0, 0, 0, 1]], last=True)
+    made.accumulate(0, rows(1), [[0, 0, 0, 6]], last=True)
     made.finish(0)
     tensors, state = made.state()
     kept = {name: tensor.clone() for name, tensor in tensors.items()}
     before = made.checksum()
-    made.accumulate(0, rows(2), [[1, 0, 0, 1]], last=True)
+    made.accumulate(0, rows(2), [[1, 0, 0, 6]], last=True)
     made.finish(1)
     after = made.checksum()
     again = trainer(config, model)
     again.load_state(kept, state)
     assert again.checksum() == before
-    again.accumulate(0, rows(2), [[1, 0, 0, 1]], last=True)
+    again.accumulate(0, rows(2), [[1, 0, 0, 6]], last=True)
     again.finish(1)
     assert again.checksum() == after != before
 
@@ -172,18 +175,18 @@ def test_the_scale_grows_after_many_finite_gradients_falls_no_further_than_it_he
 def test_a_discarded_step_leaves_no_trace(model: str) -> None:
     config = job(model)
     made, other = trainer(config, model), trainer(config, model)
-    made.accumulate(0, rows(3), [[9, 0, 9, 1]], last=False)
+    made.accumulate(0, rows(3), [[9, 0, 9, 6]], last=False)
     made.discard()
     for each in (made, other):
-        each.accumulate(0, rows(4), [[0, 0, 0, 1]], last=True)
-    assert made.finish(0)[1] == [[0, 0, 0, 1]] and other.finish(0)[1] == [[0, 0, 0, 1]]
+        each.accumulate(0, rows(4), [[0, 0, 0, 6]], last=True)
+    assert made.finish(0)[1] == [[0, 0, 0, 6]] and other.finish(0)[1] == [[0, 0, 0, 6]]
     assert made.checksum() == other.checksum()
 
 
 def test_without_old_log_probs_the_ratio_is_one(model: str) -> None:
     made = trainer(job(model), model)
     batch = [replace(row, old_log_probs=None) for row in rows(5)]
-    made.accumulate(0, batch, [[0, 0, 0, 1]], last=True)
+    made.accumulate(0, batch, [[0, 0, 0, 6]], last=True)
     metrics, _ = made.finish(0)
     assert metrics["ratio_mean"] == 1.0 and metrics["clip_fraction"] == 0.0
 
@@ -223,7 +226,7 @@ def test_the_warm_up_trains_and_can_be_stopped(model: str) -> None:
 
 def test_a_checkpoint_holds_the_index_and_a_folder_for_transformers(model: str, tmp_path: Path) -> None:
     made = trainer(job(model), model)
-    made.accumulate(0, rows(6), [[0, 0, 0, 1]], last=True)
+    made.accumulate(0, rows(6), [[0, 0, 0, 6]], last=True)
     made.finish(0)
     folder = tmp_path / "step_000001"
     made.save(folder, {"version": 1, "index": {"next_group": 3}}, tokenizer_path=model)
@@ -267,9 +270,35 @@ def test_the_gap_compares_each_token_with_a_log_prob_of_the_version_it_was_sampl
     assert made.finish(3)[0]["log_prob_gap_tokens"] == length
 
 
-def test_samples_of_several_parts_are_refused_since_the_loss_counts_a_sample_by_its_row(model: str) -> None:
-    with pytest.raises(ValueError, match="samples must have one part"):
-        trainer(job(model), model).accumulate(0, rows(8, num_rows=2), [[0, 0, 1, 1], [0, 1, 1, 1]], last=True)
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "dr_grpo"])
+def test_the_rows_of_a_sample_count_as_one_and_are_one_to_losses_of_whole_samples(model: str, name: str) -> None:
+    config = job(model, name=name, kl_coef=0.0)
+    made, (a, b, c) = trainer(config, model), rows(8, num_rows=3)
+    a.mask[0] = b.mask[-1] = 0
+    with torch.no_grad():
+        packing = Packing.of(made.model)
+        packed = [packing.pack([Packable(each.tokens, len(each.mask))]) for each in (a, b, c)]
+        alone = [response_log_probs(made.model, each)[0] for each in packed]
+    column = lambda field: torch.from_numpy(np.concatenate([getattr(each, field) for each in (a, b, c)]))  # noqa: E731
+    names = ("rollout_log_probs", "old_log_probs", "advantages", "mask")
+    lengths = [len(a.mask) + len(b.mask), len(c.mask)]
+    whole = policy_sums(
+        config.loss(), log_probs=torch.cat(alone), lengths=lengths, **{each: column(each) for each in names}
+    )
+    found = made.objective.sums(made.model, [a, c, b], Use(0, 0, 0, [[0, 0, 0, 2], [0, 1, 0, 1]]))
+    torch.testing.assert_close(found.loss.detach(), whole.loss, atol=1e-5, rtol=1e-5)
+    assert found.sums["samples"] == whole.sums["samples"] == 2
+    assert made.objective.denominator(found) == made.objective.denominator(whole)
+    made.objective._config = config.model_copy(update={"media": MediaConfig()})  # kinds are those of samples, too
+    kinds = made.objective.sums(made.model, [a, c, b], Use(0, 0, 0, [[0, 0, 0, 2], [0, 1, 0, 1]])).sums
+    assert kinds[f"{TOKENS_OF}text"] == kinds["tokens"]
+    if not config.algorithm.joins_samples:  # rows of a sample in several micro-batches
+        parts = [
+            made.objective.sums(made.model, own, Use(0, 0, 0, spans))
+            for own, spans in (([a, c], [[0, 0, 0, 2]]), ([b], [[0, 1, 0, 1]]))
+        ]
+        torch.testing.assert_close((parts[0] + parts[1]).loss.detach(), whole.loss, atol=1e-5, rtol=1e-5)
+        assert (parts[0] + parts[1]).sums["samples"] == 2
 
 
 def test_lent_weights_are_no_version_from_the_optimizer_on_and_stay_the_trainers_tensors(model: str) -> None:

@@ -18,17 +18,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rondo.comm.weights.publisher import Publisher
 from rondo.comm.weights.slab import WeightSlab
 from rondo.launch.config import load
 from rondo.models.at_rest import resident
 from rondo.models.load import load_model
+from rondo.models.lora import published_adapter
 from rondo.models.mesh import Mesh
 from rondo.models.names import local_part
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.actor import ActorRole
 from rondo.roles.algorithms.whitening import contribution
-from rondo.roles.config import JobConfig, MeshConfig
+from rondo.roles.config import JobConfig, LoraConfig, MeshConfig
 from rondo.roles.forward import Scored, Scorer
 from rondo.roles.training.compute_turns import Turns
 from rondo.roles.training.objective import TrainRow, open_policy
@@ -46,6 +46,7 @@ CASES: dict[str, dict[str, Any]] = {
     "token": {"normalizer": "token"},
     "sample": {"normalizer": "sample"},
     "constant": {"normalizer": "constant"},
+    "adapters": {"normalizer": "token"},
     "everything": {"normalizer": "token", "normalize_batch": "tokens", "tis_high": 1.5, "tis_mode": "truncate"},
 }
 ROUNDS = {
@@ -64,6 +65,10 @@ def batch(step: int, **columns: Any) -> list[TrainRow]:
 
 def config_of_case(name: str, path: str) -> JobConfig:
     config = job(path, **CASES[name])
+    if name == "adapters":  # and the base as the reference
+        return config.model_copy(
+            update={"train": config.train.model_copy(update={"lora": LoraConfig(rank=4)}), "sft": None}
+        )
     if name != "everything":
         return config
     train = config.train.model_copy(update={"optimizer_steps_per_batch": 2, "epochs": 2})
@@ -80,7 +85,7 @@ def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
     for step in range(2):
         # The last rounds of a step are a mini-batch of their own where it has two.
         cuts: list[Sequence[Any]] = [ROUNDS[num_ranks][:2], ROUNDS[num_ranks][2:]] if whitens else [ROUNDS[num_ranks]]
-        every = batch(step, old_log_probs=None) if whitens else batch(step)
+        every = batch(step, old_log_probs=None) if whitens or name == "adapters" else batch(step)
         mine = [at for cut in cuts for ranks in cut for at in range(*ranks[rank])]
         if whitens:
             parts = [contribution(every[at].advantages, every[at].mask, "tokens") for at in mine]
@@ -130,7 +135,8 @@ def scaled(path: str, rank: int) -> list[dict[str, float]]:
 
 
 def whole(made: Policy) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in full_tensors(made.model)}
+    tensors = dict(full_tensors(made.model)) | published_adapter(made.model)
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 class Bus:
@@ -143,7 +149,16 @@ class Bus:
     async def stream(self, *_: Any, step: int, **__: Any) -> AsyncIterator[Any]:
         chosen = (range(0, 5), range(5, 8))[self._rank]
         named = [
-            SimpleNamespace(group=at, sample=0, length=len(batch(step)[at].mask), reward=1.0, finish="stop")
+            SimpleNamespace(
+                group=at,
+                sample=0,
+                part=0,
+                media=None,
+                response=1,
+                length=len(batch(step)[at].mask),
+                reward=1.0,
+                finish="stop",
+            )
             for at in chosen
         ]
         yield SimpleNamespace(
@@ -198,7 +213,6 @@ class Actor(ActorRole):
         self._rank, self._store, self._log = rank, store, log
         self._trainer = open_policy(job(path), path, world_size=2, device="cpu")
         self._snapshot, self._publishing, self._slab = None, None, slab
-        self._publisher = Publisher(slab, beside=self._trainer.publishing) if rank == 0 else None
         self._parity: Any = SimpleNamespace(write=self._told, taken=tuple, add=lambda _: None)
         config = QUICKSTART.model_copy(update={"num_steps": 2})
         self._job: Any = SimpleNamespace(

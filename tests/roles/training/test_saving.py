@@ -15,12 +15,12 @@ from typing import Any
 
 import orjson
 import pytest
-import torch
 
-from rondo.roles import sft as sft_role
+from rondo.roles.supervised import SupervisedRole
 from rondo.roles.training import room
 from rondo.roles.training.saving import Saving
 from rondo.runtime.checkpoints import MARKER, NoRoom, complete
+from rondo.runtime.errors import DeadlineExceeded
 from rondo.runtime.records.timeline import span
 from rondo.runtime.waits import wait_for
 
@@ -55,11 +55,13 @@ class Disk:
     ) -> None:
         self._mark(folder, extra, beside)
 
-    def _mark(self, folder: Path, extra: dict[str, Any], beside: Callable[[Path], None]) -> None:
+    def _mark(self, folder: Path, extra: dict[str, Any], beside: Callable[[Path], None] | None) -> None:
         folder.mkdir(parents=True)
-        beside(folder)
+        if beside is not None:
+            beside(folder)
         (folder / MARKER).touch()
-        self.done.append(f"{folder.name} with index {orjson.loads(orjson.dumps(extra))['index']['at']}")
+        index = orjson.loads(orjson.dumps(extra)).get("index")
+        self.done.append(f"{folder.name} " + ("of a part" if index is None else f"with index {index['at']}"))
 
 
 class Bus:
@@ -78,7 +80,14 @@ class Held:
 
 
 def saving(
-    run_dir: Path, disk: Disk, told: list[dict[str, Any]], tasks: asyncio.TaskGroup, snapshot: Held | None = None
+    run_dir: Path,
+    disk: Disk,
+    told: list[dict[str, Any]],
+    tasks: asyncio.TaskGroup,
+    snapshot: Held | None = None,
+    *,
+    critic: object = None,
+    part: str | None = None,
 ) -> Saving:
     async def report(kind: str, data: dict[str, Any]) -> None:
         told.append(data)
@@ -90,13 +99,21 @@ def saving(
 
     section: Callable[..., Any] = lambda name, limit_s: contextlib.nullcontext()  # noqa: E731
     context: Any = SimpleNamespace(
-        rank=0, run_dir=run_dir, report=report, compute=compute, section=section,
+        rank=0, attempt=0, run_dir=run_dir, report=report, compute=compute, section=section,
         span=lambda name, **_: span(name, "actor"),
     )  # fmt: skip
     train = SimpleNamespace(wait_for_room_s=60.0, save_every=10)
-    config = SimpleNamespace(train=train, supervision=SimpleNamespace(save_s=1800.0), num_steps=100)
+    config = SimpleNamespace(train=train, supervision=SimpleNamespace(save_s=1800.0), num_steps=100, critic=critic)
     job = SimpleNamespace(config=config, bus=Bus(), model_path="model")
-    made: Any = Saving(context, job, disk, snapshot, settle, lambda work, name: tasks.create_task(work, name=name))  # type: ignore[arg-type]
+    made: Any = Saving(
+        context,
+        job,
+        disk,
+        snapshot,
+        settle,
+        lambda work, name: tasks.create_task(work, name=name),
+        part=part,  # type: ignore[arg-type]
+    )
     return made
 
 
@@ -157,6 +174,22 @@ async def test_a_snapshot_that_finds_no_room_gives_its_place_and_a_later_version
         assert not any(map(role.is_due, range(14, 20)))
 
 
+async def test_a_checkpoint_whose_other_part_does_not_come_in_time_gives_its_place_to_the_next(tmp_path: Path) -> None:
+    disk, told = Disk(), list[dict[str, Any]]()
+    async with asyncio.TaskGroup() as tasks:
+        role, limits = saving(tmp_path, disk, told, tasks, critic=object()), list[float]()
+
+        async def late(version: int, limit_s: float) -> bool:
+            limits.append(limit_s)
+            raise DeadlineExceeded("critic's part of a checkpoint", "actor-0.0", "critic", limit_s)
+
+        role._part_is_there = late  # type: ignore[method-assign]
+        await role.save(10, final=False)
+        disk.go.release()
+        await role.settled()
+    assert (disk.done, told, limits) == (["stage"], [], [1800.0]) and role._gave_way
+
+
 async def test_an_error_of_a_writer_ends_the_role(tmp_path: Path) -> None:
     disk = Disk()
     error = OSError(5, "Input/output error")
@@ -197,7 +230,7 @@ def test_a_saving_on_a_full_disk_waits_under_a_name_until_there_is_room(tmp_path
     assert facts["loads"] == 8
 
 
-async def test_fine_tuning_that_finds_no_room_for_its_result_waits_as_training_does(
+async def test_a_job_without_rollouts_that_finds_no_room_for_its_result_waits_as_training_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full, told = [NoRoom(tmp_path, 2, 1)], list[str]()
@@ -213,18 +246,13 @@ async def test_fine_tuning_that_finds_no_room_for_its_result_waits_as_training_d
     async def report(kind: str, data: dict[str, Any]) -> None:
         told.append(kind)
 
-    async def nothing(*_: object) -> bool:
-        return True
-
-    limits = {"train": SimpleNamespace(wait_for_room_s=60.0), "supervision": SimpleNamespace(save_s=60.0)}
-    config = SimpleNamespace(sft=SimpleNamespace(steps=3), **limits)
     monkeypatch.setattr(room, "LOOK_S", 0.0)
-    monkeypatch.setattr(sft_role, "open_settings", lambda ctx: (config, "model", "cpu"))
-    monkeypatch.setattr(sft_role, "open_sft", lambda *_, **__: SimpleNamespace(save=save, model=torch.nn.Identity()))
-    monkeypatch.setattr(sft_role, "run_warm_up", nothing)
     context: Any = SimpleNamespace(
-        rank=0, world_size=1, run_dir=tmp_path, load_s=60.0, report=report, compute=compute, ready=nothing,
-        init_process_group=str, section=lambda *_: contextlib.nullcontext(), span=lambda *_: contextlib.nullcontext(),
-    )  # fmt: skip
-    await sft_role.SftRole(context).run()
-    assert told == ["attention", "no_room", "checkpoint"] and (tmp_path / "checkpoints" / "step_000003").is_dir()
+        rank=0, run_dir=tmp_path, report=report, compute=compute, section=lambda *_: contextlib.nullcontext()
+    )
+    role: Any = SupervisedRole(context)
+    limits = {"train": SimpleNamespace(wait_for_room_s=60.0), "supervision": SimpleNamespace(save_s=60.0)}
+    role._config, role._path = SimpleNamespace(**limits), "model"
+    role._backend, role._learning = SimpleNamespace(save=save), SimpleNamespace(position=0)
+    await role._save_last(3, is_done=True)
+    assert told == ["no_room", "checkpoint"] and (tmp_path / "checkpoints" / "step_000003").is_dir()

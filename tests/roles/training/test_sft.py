@@ -18,6 +18,7 @@ from rondo.roles.config import DataConfig, MeshConfig, SftConfig
 from rondo.roles.data.datasets import Row, open_dataset
 from rondo.roles.data.prompts import TooLong, render_prompt
 from rondo.roles.training import sft
+from rondo.roles.training.supervised import cut
 from rondo.runtime.errors import ConfigError, Fatal
 from tests.models.builders import full_tensors
 from tests.strength import strength
@@ -61,7 +62,7 @@ def weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def test_the_policy_learns_the_answers_and_to_stop(folder: Path) -> None:
-    model, steps = train(folder, config_of(folder, steps=150, batch_size=25, lr=1e-2))
+    model, steps = train(folder, config_of(folder, steps=90, batch_size=25, lr=1e-2))
     assert steps[0]["loss"] > 5 and steps[-1]["loss"] < 0.1
     tokenizer = load_tokenizer(str(folder / "model"))
     prompt = tokenizer("s41>" + "." * 12, return_tensors="pt")["input_ids"]
@@ -147,7 +148,7 @@ def test_long_demonstrations_lose_the_beginning_of_their_prompt_or_end_the_job_w
     tokenizer = load_tokenizer(str(folder / "model"))
     row = Row("a.jsonl:1", "0123456789", "ab", {})
     cut = sft.encode(tokenizer, row, DataConfig(path="unused", too_long="truncate"), 8)
-    assert tokenizer.decode(cut.tokens) == "56789ab" + tokenizer.eos_token
+    assert tokenizer.decode(cut.sequence.tokens) == "56789ab" + tokenizer.eos_token
     with pytest.raises(TooLong):  # nothing would be left of the prompt
         sft.encode(tokenizer, row, DataConfig(path="unused", too_long="truncate"), 3)
     with pytest.raises(Fatal, match=r"a.jsonl:1: prompt must have 1 to 8 tokens, got 10"):
@@ -160,7 +161,8 @@ def test_a_prompt_is_the_same_in_the_warm_up_as_in_reinforcement(folder: Path) -
     row = Row("rows row 1", "s41>", "14", {})
     reinforced = render_prompt(tokenizer, row, prompts, 20)
     shown = sft.encode(tokenizer, row, config_of(folder).source(prompts), 64, 20)
-    assert shown.tokens[: len(reinforced)].tolist() == reinforced.tolist() and len(shown.tokens) == 20 + 3
+    tokens = shown.sequence.tokens
+    assert tokens[: len(reinforced)].tolist() == reinforced.tolist() and len(tokens) == 20 + 3
 
 
 @settings(max_examples=strength(quick=80, full=200), deadline=None)
@@ -168,7 +170,7 @@ def test_a_prompt_is_the_same_in_the_warm_up_as_in_reinforcement(folder: Path) -
 def test_a_cut_takes_every_row_once_within_the_limit_and_gives_every_rank_as_much_work(
     lengths: list[int], num_ranks: int
 ) -> None:
-    rounds = sft.cut(lengths, 20, num_ranks)
+    rounds = cut(lengths, 20, num_ranks)
     assert {len(micro_batches) for micro_batches in rounds} == {num_ranks}
     flat = [micro_batch for micro_batches in rounds for micro_batch in micro_batches]
     assert sorted(i for micro_batch in flat for i in micro_batch) == list(range(len(lengths)))

@@ -179,6 +179,27 @@ def test_whitened_advantages_are_what_the_loss_uses(model: str) -> None:
     assert "advantage_mean" not in run(made, batch, [[6]], passes=1)[0]  # it was that step's
 
 
+def test_the_drift_of_a_step_is_that_of_all_its_tokens_and_forgotten_with_it(model: str) -> None:
+    config = several(model, 1, 1, name="p3o", kl_coef=0.0)
+    batch = rows(3)
+    made = trainer(config, model)
+    for at, row in enumerate(batch):
+        made.objective.score(made.model, [row], [[at, 0, 0, 1]])
+    made.objective.score(made.model, [], [])
+    made.objective.measure_drift(made.sum_over_ranks)
+    log_ratios = [
+        chosen(load_model(model, dtype="float32", device="cpu", attn=config.model.attn), row, config).detach().numpy()
+        - row.rollout_log_probs
+        for row in batch
+    ]
+    ratios = np.exp(np.concatenate([each[row.mask > 0] for each, row in zip(log_ratios, batch, strict=True)]))
+    metrics, _ = run(made, [replace(row, old_log_probs=row.rollout_log_probs) for row in batch], [[6]], passes=1)
+    assert metrics["ess"] == pytest.approx(ratios.sum() ** 2 / (len(ratios) * np.square(ratios).sum()), rel=1e-4)
+    assert (
+        "ess" not in run(made, [replace(row, old_log_probs=row.rollout_log_probs) for row in batch], [[6]], passes=1)[0]
+    )
+
+
 def test_a_row_is_refused_a_second_time_in_one_pass(model: str) -> None:
     made = trainer(several(model, 1, 2), model)
     batch = rows(4, num_rows=1)

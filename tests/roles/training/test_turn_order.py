@@ -192,6 +192,7 @@ class Rank:
         )
         self.job: Any = SimpleNamespace(bus=published, turns=turns, config=SimpleNamespace(num_weight_slots=NUM_SLOTS))
         self.installed: list[int] = []
+        self.every = 1
         self._together = together
 
     async def install(self, version: int, tensors: Mapping[str, Any]) -> None:
@@ -201,7 +202,7 @@ class Rank:
         await self._together.wait()
 
     async def run(self, leave: asyncio.Event) -> None:
-        async with follow_together(self.ctx, self.job, "actor_fwd", self.install) as first:
+        async with follow_together(self.ctx, self.job, "actor_fwd", self.install, self.every) as first:
             await first.wait()
             await leave.wait()
 
@@ -236,6 +237,24 @@ async def test_all_ranks_install_the_versions_of_the_first_and_its_slot_is_held_
             assert ("proved", 4) not in published.calls
         await until(lambda: ("proved", 4) in published.calls)
         assert made[0].installed == made[1].installed == [3, 4]
+        for event in leave:
+            event.set()
+        await asyncio.gather(*tasks)
+
+
+async def test_of_so_many_versions_one_is_installed_the_first_that_comes_from_each_multiple_on() -> None:
+    async with two_that_follow() as (published, made, tasks, leave):
+        made[0].every = made[1].every = 3
+        published.publish(1)
+        await until(lambda: ("proved", 1) in published.calls)
+        for version in (2, 5):  # 3 and 4 are never seen: the reader was busy
+            published.publish(version)
+            await asyncio.sleep(0)
+        await until(lambda: len(published.calls) == 4)
+        published.publish(6)
+        await until(lambda: ("proved", 6) in published.calls)
+        assert [version for what, version in published.calls if what == "proved"] == [1, 5, 6]
+        assert made[0].installed == made[1].installed == [1, 5, 6]
         for event in leave:
             event.set()
         await asyncio.gather(*tasks)

@@ -241,6 +241,8 @@ def test_a_key_that_looks_like_a_buffer_is_refused_beside_arrays_and_travels_wit
         [0, "<i4"],
         "text",
         [],
+        {},
+        {"0": 0},
     ],
 )
 def test_a_buffer_that_does_not_fit_its_description_is_a_protocol_error(spec: Any) -> None:
@@ -419,6 +421,25 @@ async def test_who_says_nothing_is_dropped(monkeypatch: pytest.MonkeyPatch) -> N
     recorder.pipe.abort = lambda: dropped.set_result(None)  # type: ignore[method-assign]
     recorder.expect_hello(TOKEN, lambda: None)
     await dropped
+
+
+async def test_who_does_not_end_a_frame_is_dropped_and_who_is_between_two_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "FRAME_S", 0.0)
+    recorder = Recorder()
+    dropped: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    recorder.pipe.abort = lambda: dropped.set_result(None)  # type: ignore[method-assign]
+    recorder.expect_hello(TOKEN, lambda: None)
+    call: Frame = (wire.CALL, 1, b"{}", [])
+    recorder.receive(hello() + sent(call), lambda room: room)
+    for _ in range(9):
+        await asyncio.sleep(0)
+    assert not dropped.done()
+    recorder.receive(sent((wire.CALL, 2, b"{}", [memoryview(bytes(1 << 20))]))[:100], lambda room: room)
+    await dropped
+    assert contents(recorder.frames) == contents([call])
+    recorder.connection_lost(None)
 
 
 # ---------------------------------------------------------------------------------------------- addresses

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -43,6 +44,8 @@ class Keys(Section):
 async def serving(
     limits: Limits = Limits(1 << 10, idle_s=PATIENCE_S),  # noqa: B008
     audited: list[dict[str, Any]] | None = None,
+    tls: ssl.SSLContext | None = None,
+    listening: socket.socket | None = None,
 ) -> AsyncIterator[HttpServer]:
     async def done(request: web.Request) -> web.StreamResponse:
         return json_answer({"done": True})
@@ -52,13 +55,13 @@ async def serving(
 
     audit = (lambda record: None) if audited is None else audited.append
     guard = Guard([TOKEN], ["f" * 16], open_reads=True)
-    server = HttpServer("test", guard, _failed, Failed, limits, host="127.0.0.1", audit=audit)
+    server = HttpServer("test", guard, _failed, Failed, limits, host="127.0.0.1", audit=audit, tls=tls)
     server.route("GET", "/done", done, scope="read", operation=DONE)
     server.route("GET", "/raise/{what}", raises, scope="read", operation=DONE)
     server.route("POST", "/keys", done, scope="control", operation=Operation("Keys.", dict[str, Any], takes=Keys))
     server.route("POST", "/open", done, scope="read", operation=Operation("Keys.", dict[str, Any], takes=Keys))
     server.route("POST", "/raise/{what}", raises, scope="control", operation=DONE)
-    await server.start(bind("127.0.0.1", 0, "port"))
+    await server.start(listening or bind("127.0.0.1", 0, "port"))
     try:
         yield server
     finally:

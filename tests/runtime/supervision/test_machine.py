@@ -1004,6 +1004,31 @@ def test_a_stop_asks_those_that_drain_to_leave_and_waits_for_them() -> None:
     assert run.gone("rollout-1") == [left("rollout-1"), Terminate("store", 1), Terminate("coordinator", 1)]
 
 
+@pytest.mark.parametrize("told", ["before", "after"])
+def test_a_trainer_that_left_without_saving_to_start_again_comes_up_and_saves_at_a_stop(told: str) -> None:
+    run = Run().up()
+    run.machine.committed(run.now)
+    run.do(run.machine.drain("actor-0", run.now, deadline_s=600, again=True))
+    if told == "before":
+        run.machine.kept("actor-0", run.now)
+    run.do(run.machine.stop("SIGTERM", run.now))
+    run.machine.kept("actor-0", run.now)
+    assert run.gone("actor-0") == [TellDead("actor-0", 1), Start("actor-0", 2, 0)]
+    run.up()
+    assert run.tick(1) == [Terminate("actor-0", 2)]
+    run.gone("rollout-0")
+    assert run.gone("actor-0") == [Terminate("store", 1), Terminate("coordinator", 1)]
+
+
+def test_a_trainer_that_saves_at_a_stop_though_it_was_to_start_again_does_not_come_up() -> None:
+    run = Run().up()
+    run.machine.committed(run.now)
+    run.do(run.machine.drain("actor-0", run.now, deadline_s=600, again=True))
+    assert Terminate("actor-0", 1) in run.do(run.machine.stop("SIGTERM", run.now))
+    run.gone("rollout-0")
+    assert run.gone("actor-0") == [Terminate("store", 1), Terminate("coordinator", 1)]
+
+
 def test_who_leaves_does_not_come_back_with_the_store_nor_with_another_attempt_and_who_was_added_does() -> None:
     for children in (CHILDREN, FORGETFUL):
         run = with_another(children=children).up()

@@ -152,8 +152,6 @@ class StubServer:
         if fault := self.faults.get("update"):
             if fault == "die":
                 os.kill(os.getpid(), signal.SIGKILL)
-            if fault == "stop":
-                os.kill(os.getpid(), signal.SIGSTOP)
             if fault == "hang":
                 await asyncio.Event().wait()
             return web.json_response({"success": False, "message": "told to fail"}, status=400)

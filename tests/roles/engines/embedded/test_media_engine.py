@@ -16,8 +16,10 @@ import pytest
 import torch
 import transformers
 
+from rondo.models.config import LoraConfig
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_log_probs
+from rondo.models.lora import adapt, base_alone, published_adapter
 from rondo.models.media.batch import placeholder_ids
 from rondo.models.media.config import MediaConfig
 from rondo.models.media.processor import Prepared, Processor
@@ -534,3 +536,21 @@ def test_a_sampled_placeholder_is_no_medium_when_its_sequence_is_recomputed(make
     assert done["a"].tokens[:3].tolist() == [7, placeholder, 9]
     expected = trained(made.model, [each], done)["a"]
     np.testing.assert_allclose(done["a"].log_probs[3:], expected[3:], rtol=0, atol=CLOSE)
+
+
+@pytest.mark.parametrize(("name", "targets"), [("omni", ("language", "experts")), ("vl", "all-linear")])
+def test_adapters_of_the_language_model_go_with_media(make: Make, name: str, targets: Any) -> None:
+    made, trainer, engine = make(name), *(copy.deepcopy(make(name).model) for _ in range(2))
+    for model in (trainer, engine):
+        adapt(model, LoraConfig(rank=3, alpha=3.0, targets=targets))
+    tensors = published_adapter(trainer)
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.normal_(std=0.1, generator=torch.Generator().manual_seed(len(tensor)))
+    slots = engine_for(engine)
+    slots.load_weights(1, tensors)
+    asked = samples("a", made.everything(), (12, 9, 14))
+    done = run(slots, asked)
+    assert gap(trainer, asked, done) < CLOSE
+    with base_alone(trainer):
+        assert gap(trainer, asked, done) > 0.1

@@ -18,6 +18,7 @@ from rondo.roles.engines.engine import Completion, OnNewWeights, Prefix, Request
 from rondo.roles.engines.replica import Replica
 from rondo.roles.engines.stops import Stops
 from rondo.roles.sampling.columns import info_of, loss_mask
+from rondo.roles.sampling.episode import SampleRow
 from rondo.roles.sampling.groups import PromptGroups
 from rondo.runtime.errors import ConfigError
 from tests.comm.served import served
@@ -226,9 +227,9 @@ def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
     assert loss_mask(done, True).dtype == np.uint8
     acted = replace(done, policy_versions=np.array([NO_VERSION, 3, NO_VERSION, 4, NO_VERSION], np.int32))
     assert loss_mask(acted, False).tolist() == [0, 1, 0, 1, 0] and loss_mask(acted, True).tolist() == [0, 0, 0, 1, 0]
-    assert info_of(versions[:2], acted, 0.5) == (7, 5, 0.5, 3, 4, 1)
+    assert info_of(SampleRow(versions[:2], acted), "length", 0.5) == (7, 5, 0.5, 3, 4, 1)
     none = replace(done, policy_versions=np.full(5, NO_VERSION, np.int32))
-    assert info_of(versions[:2], none, 0.5) == (7, 5, 0.5, NO_VERSION, NO_VERSION, 1)
+    assert info_of(SampleRow(versions[:2], none), "length", 0.5) == (7, 5, 0.5, NO_VERSION, NO_VERSION, 1)
 
 
 def test_a_prefix_that_does_not_fit_its_request_is_refused() -> None:

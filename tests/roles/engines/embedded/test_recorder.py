@@ -125,7 +125,7 @@ def test_an_engine_with_the_trainers_tensors_that_sleeps_between_steps_tells_exp
 def test_a_model_of_many_experts_tells_int16_and_one_without_is_refused() -> None:
     assert Routing(48, 8, 256).dtype == np.uint8 and Routing(48, 8, 256).token_bytes == 384
     assert Routing(48, 8, 512).dtype == np.int16 and Routing(48, 8, 512).token_bytes == 768
-    with pytest.raises(ConfigError, match=r"train\.router_replay must be False for a model without routers"):
+    with pytest.raises(ConfigError, match=r"train\.router_replay must be 'off' for a model without routers"):
         engine_for(qwen3())
     quiet = run(slot_engine(qwen3_moe(), num_slots=2, max_length=32), [request("a", 3, 4)])["a"]
     assert quiet.routed_experts is None

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 
+from rondo.models.config import LoraConfig
 from rondo.roles.config import JobConfig, SGLangConfig
-from rondo.roles.engines.sglang.open import connect_engine, launch_of, one_engine, read_key, releases_memory
+from rondo.roles.engines.sglang.client import read_key
+from rondo.roles.engines.sglang.open import connect_engine, launch_of, one_engine, releases_memory
 from rondo.roles.engines.sglang.restarts import kept
 from rondo.roles.engines.sglang.server import SGLangServer
 from rondo.roles.engines.sglang.weights_distributed import DistributedTransfer
 from rondo.runtime.errors import ConfigError
 from tests.roles.engines.sglang.pretender import launch
 from tests.roles.engines.sglang.test_restarts import Rig, in_flight, request
+from tests.roles.engines.sglang.weights_server import version, write_model
 
 
 async def test_a_server_killed_under_two_of_them_costs_no_request_and_comes_back_with_the_newest_weights(
@@ -73,17 +76,36 @@ def test_a_server_on_the_processor_has_room_for_its_slots() -> None:
     assert found.first_device is None and found.max_tokens is not None and found.max_tokens >= 10 * (16 + 48)
 
 
+def test_a_server_is_told_what_it_needs_for_the_versions_of_an_adapter(tmp_path: Path) -> None:
+    model = str(write_model(tmp_path, version(0)))
+    config = job(arguments={"max_lora_rank": 64})
+    config = config.model_copy(
+        update={"train": config.train.model_copy(update={"lora": LoraConfig(targets=("q_proj",))})}
+    )
+    assert config.rollout.sglang is not None and config.max_staleness == 1
+    for device, more in (("cpu", {"lora-backend": "torch_native"}), ("cuda:1", {"enable-weights-cpu-backup": True})):
+        found = launch_of(config, config.rollout.sglang, model, device, 0, releases=True).settings(1, "key")
+        # Three versions, and none; the user's own rank wins.
+        assert found.items() >= {"enable-lora": True, "max-lora-rank": 64, "max-loras-per-batch": 4, **more}.items()
+        assert found["lora-target-modules"] == ["k_proj", "q_proj", "v_proj"]
+    merged = config.train.model_copy(update={"lora": LoraConfig(publish="merged")})
+    plain = launch_of(config.model_copy(update={"train": merged}), config.rollout.sglang, model, "cpu", 0)
+    assert plain.arguments == {"max_lora_rank": 64}
+
+
 def test_servers_are_told_to_record_experts_for_router_replay_alone() -> None:
-    for replay in (False, True):
+    for replay in ("off", "r2", "r3"):
         config = job(arguments={"mem-fraction-static": 0.5})
         config = config.model_copy(update={"train": config.train.model_copy(update={"router_replay": replay})})
         assert config.rollout.sglang is not None
         found = launch_of(config, config.rollout.sglang, "/model", "cpu", 0)
-        expected = {"enable-return-routed-experts": True} if replay else {}
+        expected = {"enable-return-routed-experts": True} if replay == "r3" else {}
         assert found.arguments == {"mem-fraction-static": 0.5} | expected
     off = job(arguments={"enable_return_routed_experts": False}).model_dump()
-    with pytest.raises(ValueError, match=r"must not turn enable-return-routed-experts off with train\.router_replay"):
-        JobConfig.model_validate(off | {"train": {"router_replay": True}})
+    with pytest.raises(
+        ValueError, match=r"must not turn enable-return-routed-experts off with train\.router_replay 'r3'"
+    ):
+        JobConfig.model_validate(off | {"train": {"router_replay": "r3"}})
 
 
 async def test_a_server_that_does_not_do_what_the_run_needs_is_refused(tmp_path: Path) -> None:
@@ -93,7 +115,9 @@ async def test_a_server_that_does_not_do_what_the_run_needs_is_refused(tmp_path:
     )
     client = await server.start(60)
     try:
-        with pytest.raises(ConfigError, match=r"train\.router_replay must be False .* --enable-return-routed-experts"):
+        with pytest.raises(
+            ConfigError, match=r"train\.router_replay must not be 'r3' .* --enable-return-routed-experts"
+        ):
             await connect_engine(
                 client, settings=SGLangConfig(urls=(client.url,)), folder=tmp_path / "weights", model_path="",
                 processed_media=False, tells_experts=True,

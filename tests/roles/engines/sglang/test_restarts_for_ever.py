@@ -13,10 +13,9 @@ import pytest
 
 from rondo.roles.engines.engine import EngineStats
 from rondo.roles.engines.sglang.restarts import KeptEngine, kept
-from rondo.roles.engines.sglang.server import AttachedServer
-from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError, WorkerDied
+from rondo.runtime.errors import ConfigError, DeadlineExceeded, PeerGone, WorkerDied
+from rondo.runtime.processes.process import TICKS_PER_S, Stat
 from rondo.runtime.waits import pending
-from tests.roles.engines.sglang.test_connections import PLAIN, serving
 
 SILENT_S = 300.0
 LOOK_S = 5.0
@@ -25,19 +24,15 @@ LOOK_S = 5.0
 class Under:
     """What is behind a kept engine, as far as keeping goes."""
 
-    def __init__(self, answers: bool = True) -> None:
-        self.answers, self.asleep, self.version = answers, False, 1
+    def __init__(self) -> None:
+        self.asleep, self.version = False, 1
         self.num_running = self.num_made = 0
         self.wake: Any = None
         self.closed_with: Exception | None = None
-        self.capabilities = SimpleNamespace(report=dict)
+        self.capabilities, self.client = SimpleNamespace(report=dict), Client()
 
     def stats(self) -> EngineStats:
         return EngineStats(1, 8, self.num_running, 0, self.num_made, 0, self.num_made, 0, 0, 0)
-
-    async def load(self) -> None:
-        if not self.answers:
-            raise ProtocolError("planted")
 
     async def ready(self) -> bool:
         return True
@@ -56,6 +51,7 @@ class Rig:
         self.pauses: list[float] = []
         self.told: list[tuple[str, Mapping[str, Any]]] = []
         self.now = 0.0
+        self.computes, self.state = False, "S"
         self.look = asyncio.Event()
         self.leaves: asyncio.Future[str] | None = None
         self.engine = KeptEngine(
@@ -76,6 +72,11 @@ class Rig:
     async def gone(self) -> str:
         self.leaves = asyncio.get_running_loop().create_future()
         return await self.leaves
+
+    def workers(self) -> Mapping[int, Stat]:
+        """All the time that passes, where it computes."""
+        ticks = int(self.now * TICKS_PER_S) if self.computes else 1
+        return {4711: Stat(4711, self.state, 1, 1, ticks, 1, 0, 0)}
 
     async def close(self) -> None:
         return
@@ -111,6 +112,20 @@ class Rig:
 
 
 class Client:
+    """`deaf`: nobody answers it; `frozen`: nobody but who speaks HTTP does. That takes all of the time, on `clock`."""
+
+    num_heard, deaf, frozen = 0, False, False
+    clock: Rig | None = None
+
+    async def get(self, path: str, *, deadline_s: float) -> None:
+        if self.deaf:
+            raise PeerGone("planted")
+        if self.frozen and path == "/server_info":
+            assert self.clock is not None
+            self.clock.now += deadline_s
+            raise DeadlineExceeded("planted", "here", "there", deadline_s)
+        self.num_heard += 1
+
     async def __aexit__(self, *_: object) -> None:
         return
 
@@ -201,33 +216,61 @@ async def test_a_server_that_has_requests_and_makes_no_token_is_started_again() 
         assert "must stay, got it was silent for 300 s" in str(hangs.closed_with)
 
 
-async def test_an_idle_server_is_silent_when_it_does_not_say_its_load_and_not_while_it_sleeps_or_is_updated() -> None:
-    idle, next_one = Under(), Under()
-    rig = Rig("idle", idle, next_one)
-    async with lasting(rig):
-        await rig.looks(3 * SILENT_S)
-        idle.answers, idle.asleep = False, True
-        await rig.looks(3 * SILENT_S)
-        idle.asleep = False
-        async with rig.engine._updating:
-            await rig.looks(3 * SILENT_S)
-        assert len(rig.told) == 1
-        await rig.looks(SILENT_S + 20)
-        await rig.until(2, "sglang")
-        assert rig.engine.engine is next_one
-
-
-async def test_an_attached_server_is_gone_when_it_does_not_answer_three_times_in_a_row_and_not_when_it_answers_an_error() -> (
+async def test_a_server_whose_scheduler_answers_nothing_and_computes_nothing_is_started_again_with_requests_or_without() -> (
     None
 ):
-    error = b"HTTP/1.1 503 No\r\ncontent-length: 0\r\n\r\n"
-    asked: list[float] = []
+    for num_running in (0, 4):
+        frozen, next_one = Under(), Under()
+        rig = Rig("frozen", frozen, next_one)
+        async with lasting(rig):
+            frozen.num_running, frozen.client.clock = num_running, rig
+            await rig.looks(10)
+            frozen.client.frozen = True
+            await rig.looks(30)
+            await rig.until(2, "sglang")
+            assert "got its scheduler answered nothing for 10.0 s" in str(frozen.closed_with)
 
-    async def sleep(seconds: float) -> None:
-        asked.append(seconds)
 
-    answers = [error, error, error, None, None, PLAIN, None, error, None, None, None]
-    async with serving(*answers) as (server, pool):
-        why = await AttachedServer(f"http://127.0.0.1:{pool._port}", sleep=sleep).gone()
-        assert "must answer /model_info" in why and server.answers == []
-    assert len(asked) == len(answers)
+async def test_a_scheduler_that_answers_nothing_has_longer_while_it_computes_and_is_not_asked_asleep_or_in_an_update() -> (
+    None
+):
+    frozen, next_one = Under(), Under()
+    rig = Rig("computes", frozen, next_one)
+    async with lasting(rig):
+        await rig.looks(3 * SILENT_S)
+        frozen.client.frozen, frozen.client.clock, frozen.asleep = True, rig, True
+        await rig.looks(3 * SILENT_S)
+        frozen.asleep = False
+        async with rig.engine._updating:
+            await rig.looks(3 * SILENT_S)
+            rig.computes = True
+        await rig.looks(SILENT_S - 20)
+        assert len(rig.told) == 1
+        await rig.looks(40)
+        await rig.until(2, "sglang")
+        assert "got it was silent for 300 s" in str(frozen.closed_with)
+
+
+async def test_a_server_that_answers_nothing_is_ended_in_an_update_too() -> None:
+    deaf, next_one = Under(), Under()
+    rig = Rig("deaf", deaf, next_one)
+    async with lasting(rig), rig.engine._updating:
+        await rig.looks(3 * SILENT_S)
+        assert len(rig.told) == 1
+        deaf.client.deaf = True
+        await rig.looks(20)
+        await rig.until(2, "sglang")
+        assert rig.engine.engine is next_one and "got it answered nothing for " in str(deaf.closed_with)
+
+
+async def test_a_server_whose_scheduler_is_stopped_is_ended_in_an_update_too() -> None:
+    stopped, next_one = Under(), Under()
+    rig = Rig("stopped", stopped, next_one)
+    async with lasting(rig), rig.engine._updating:
+        await rig.looks(3 * SILENT_S)
+        assert len(rig.told) == 1
+        rig.state = "T"
+        await rig.looks(10)
+        await rig.until(2, "sglang")
+        assert rig.engine.engine is next_one
+        assert "got a stopped process of it answered nothing for 10.0 s" in str(stopped.closed_with)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from pydantic import ValidationError
 from rondo.roles.config import SGLangConfig
 from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.engines.sglang.router import RoutedServers
-from rondo.runtime.errors import ConfigError
+from rondo.runtime.errors import ConfigError, PeerGone
 from tests.roles.engines.dispatch.stub import Nursery, Stub, record_of, stubs
 
 
@@ -76,9 +75,11 @@ async def test_requests_go_through_and_all_else_to_every_server(nursery: Nursery
                 async with SGLangClient(urls[0]) as one:
                     await one.post("/update_weights_from_disk", {"weight_version": "8"}, deadline_s=30)
                 assert (await client.get("/model_info", deadline_s=30))["weight_version"] == "mixed"
-            leaving = asyncio.create_task(server.gone())
-            found["b"].kill()
-            assert found["b"].url in await leaving
+                found["b"].kill()
+                heard = client.num_heard
+                with pytest.raises(PeerGone, match=found["b"].url):
+                    await client.get("/model_info", deadline_s=30)
+                assert client.num_heard == heard
     asked = {line["rid"]: line["stub"] for line in record_of(tmp_path) if line["event"] == "begin"}
     assert {asked[f"r{i}"] for i in range(4)} == {"a", "b"}
 

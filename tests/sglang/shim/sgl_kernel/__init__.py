@@ -1,6 +1,7 @@
 """Stands for SGLang's package of CUDA kernels, where there is no GPU: every name is there, and raises when it is called.
 
 SGLang's layers have ways of plain torch for all that the tiny models of the tests need; no function of here is called for them.
+Memory that it asks to be pinned, for routed experts and for adapters, is ordinary memory: only a GPU copies from pinned memory.
 `sgl_kernel.scalar_type` cannot be imported, so that SGLang takes its own. Operators that SGLang only looks up are declared.
 """
 
@@ -65,7 +66,7 @@ class _Submodules(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _NoCudaRuntime:
-    """Routed experts go through pinned memory, which is ordinary memory without a GPU."""
+    """Routed experts go through memory that is registered with it."""
 
     class cudaError:
         success = 0
@@ -79,9 +80,19 @@ class _NoCudaRuntime:
         return 0
 
 
+def _unpinned(make: Any) -> Any:
+    def made(*args: Any, pin_memory: bool = False, **more: Any) -> Any:
+        return make(*args, **more)
+
+    return made
+
+
 sys.meta_path.append(_Submodules())
 if not torch.cuda.is_available():
     torch.cuda.cudart = lambda: _NoCudaRuntime  # type: ignore[assignment]
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[assignment,method-assign]
+    for _make in ("empty", "full", "tensor", "zeros"):
+        setattr(torch, _make, _unpinned(getattr(torch, _make)))
 _library = torch.library.Library("sgl_kernel", "FRAGMENT")
 for _schema in _DECLARED:
     _library.define(_schema)

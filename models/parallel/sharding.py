@@ -1,9 +1,9 @@
-"""One model over several processes: FSDP2, mixed precision, activation checkpointing, and what is done to its gradients.
+"""One model over several processes: FSDP2, mixed precision and activation checkpointing.
 
 Owns how a model is cut (every decoder layer is a unit, the rest is the root's; encoders are whole on every rank, or units of
-their own), which dtype its computation has, and how gradients are summed, scaled and clipped. Does not own which ranks these are
-(`mesh.py`), how a cut model gets its weights (`filling.py`), forward passes (`logprobs.py`) or the optimizer
-(`optimizer.py`).
+their own) and which dtype its computation has. Does not own which ranks these are (`models/mesh.py`), experts that lie apart
+(`experts.py`), what is done to gradients (`gradients.py`), how a cut model gets its weights (`models/filling.py`) or forward
+passes (`models/logprobs.py`).
 
 Precision: parameters, gradients and moments are float32; with `compute_in(model, "bfloat16")`, or "float16", a unit computes with
 copies of its parameters in that, and gradients flow back through the cast. FSDP2's mixed precision does that over several
@@ -11,13 +11,10 @@ processes; one process without it does the same by lending each unit the copies 
 used: it would keep norms and the residual stream in float32, and so give other log-probs than several processes, or a scoring
 model in bfloat16.
 
-Invariants: after `scale_gradients` a gradient is the sum over ranks times the factor, however the step is cut into ranks and
-micro-batches. Between two micro-batches a rank holds of a copy's parameters and gradients its shards alone.
+Invariant: between two micro-batches a rank holds of a copy's parameters and gradients its shards alone.
 
     model = load_model(path, cut=lambda model: shard(model, mesh))
     packing = accept(model); compute_in(model, "bfloat16")
-    for each micro-batch: set_last(model, last); loss.backward()
-    scale_gradients(model, 1 / count); norm = clip_grad_norm(model, 1.0)
 """
 
 from __future__ import annotations
@@ -29,22 +26,20 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from rondo.models.compiling import check_compiler, compile_layers
 from rondo.models.mesh import Mesh
-from rondo.models.names import kept_in_float32, local_part
+from rondo.models.names import kept_in_float32
 from rondo.models.packing import can_share_rows
+from rondo.models.parallel.experts import spread, stay_outside_of_graphs
 from rondo.models.routing import the_same_way
 from rondo.models.shared_prompts import share_prompts
 from rondo.models.units import decoder_layers, drop_copies, on_copies, owned, sharded_units, towers_of
 from rondo.runtime.errors import ConfigError
 
-_BUCKET_TENSORS = 64
 _in_float32: WeakSet[Any] = WeakSet()
 """Units of what stays in float32."""
 
@@ -56,18 +51,19 @@ def shard(model: Any, mesh: Mesh, *, param_dtype: str = "float32", encoders: str
     `encoders` "replicate" leaves those of a multimodal model whole on every rank: no gathering in their forward, and one sum of
     their gradients an update. "shard" cuts them like the decoder, in units apart from its.
 
-    One process keeps the model untouched.
+    Experts of a mixture are shared out first where the mesh says so. One process keeps the model untouched.
     """
     if mesh.ranks is None:
         return
     layers, towers = decoder_layers(model), towers_of(model)
     whole = {module for tower in towers for module in tower.modules()} if encoders == "replicate" else set[nn.Module]()
     ignored = {parameter for module in whole for parameter in module.parameters(recurse=False)}
+    placed = spread(model, mesh)
 
     def cut(unit: nn.Module, **options: Any) -> None:
         # Units get what the one before computed, in its dtype. Positions stay float32, for bfloat16 cannot tell 256 from 257.
         policy = MixedPrecisionPolicy(torch.float32, torch.float32, cast_forward_inputs=False)
-        fully_shard(unit, mesh=mesh.sharded_over, mp_policy=policy, **options)
+        fully_shard(unit, mesh=mesh.sharded_over, mp_policy=policy, shard_placement_fn=placed, **options)
 
     for unit in _apart(model, _kept(model), param_dtype) if param_dtype != "float32" else ():
         cut(unit)
@@ -106,6 +102,7 @@ def compute_in(
 
     if compiled:
         check_compiler(device)
+        stay_outside_of_graphs(model)
         encoders = {module for tower in towers for module in tower.modules()}
         compile_layers(layer for layer in layers if layer not in encoders)
 
@@ -156,81 +153,6 @@ def _apart(model: Any, kept: set[nn.Parameter], dtype: str) -> list[nn.Module]:
                 f"parameters that stay in float32 beside others that do not, got {dtype}. Set it to float32"
             )
     return units
-
-
-# ---- gradients ----------------------------------------------------------------------------------------------------------
-
-
-def set_last(model: Any, last: bool) -> None:
-    """Whether the next backward is the last of an update: each sums the gradients of a copy's ranks into their shards, the last
-    one sums those of all copies."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_all_reduce(last)
-
-
-def scale_gradients(model: Any, factor: float) -> None:
-    """Every gradient becomes its sum over ranks times `factor`, after the last backward of a step (collective when encoders are
-    replicated)."""
-    _average_replicated(model)
-    num_ranks = dist.get_world_size() if isinstance(model, FSDPModule) else 1
-    _scale(model, factor * num_ranks)  # FSDP2 leaves means
-
-
-def _average_replicated(model: Any) -> None:
-    """The gradients of what every rank holds whole become their mean over ranks, as FSDP2 makes those of the rest."""
-    if not isinstance(model, FSDPModule):
-        return
-    trained = [p for p in model.parameters() if not isinstance(p, DTensor) and p.requires_grad]
-    for start in range(0, len(trained), _BUCKET_TENSORS):
-        bucket = trained[start : start + _BUCKET_TENSORS]
-        flat = torch.cat([(p.grad if p.grad is not None else torch.zeros_like(p)).flatten() for p in bucket])
-        dist.all_reduce(flat)
-        flat /= dist.get_world_size()
-        for parameter, mean in zip(bucket, flat.split([p.numel() for p in bucket]), strict=True):
-            parameter.grad = mean.view_as(parameter)
-
-
-def _scale(model: Any, factor: float) -> None:
-    gradients = [local_part(p.grad) for p in model.parameters() if p.grad is not None]
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
-
-
-def clip_grad_norm(model: Any, max_norm: float) -> float:
-    """The norm of the whole gradient, which is then scaled down to `max_norm` if it is greater (collective when sharded).
-
-    A norm that is not finite is returned, and the gradient left as it is: such a step must not be taken.
-    """
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    if not gradients:
-        return 0.0
-    # Gradients that are cut alike are summed together, over the dimensions of their mesh that they are cut over.
-    layouts: dict[Any, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        layout = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
-        layouts.setdefault(layout, []).append(local_part(gradient))
-    square = torch.zeros((), device=gradients[0].device)
-    for layout, alike in layouts.items():
-        part = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(alike))).square()
-        if layout is not None:
-            mesh, placements = layout
-            for dimension in (d for d, placement in enumerate(placements) if placement.is_shard()):
-                dist.all_reduce(part, group=mesh.get_group(dimension))
-        square += part
-    norm = float(square.sqrt())
-    if max_norm < norm < float("inf"):
-        _scale(model, max_norm / norm)
-    return norm
-
-
-def discard_gradients(model: Any) -> None:
-    """Forget all gradients, also what FSDP2 holds back between `set_last(model, False)` and the last backward."""
-    drop_copies(model)
-    for parameter in model.parameters():
-        parameter.grad = None
-    for unit in sharded_units(model):
-        for group in unit._get_fsdp_state()._fsdp_param_groups:
-            group._partial_reduce_output = None
 
 
 # ---- forward of a unit --------------------------------------------------------------------------------------------------

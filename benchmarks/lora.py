@@ -1,0 +1,118 @@
+"""What adapters buy and cost: a run that trains its whole model and one that trains adapters, from one base: reward, bytes, gap.
+
+    rondo bench lora [--steps 150] [--seeds 0 1] [--model FOLDER --config examples/pretrained_sums.py --lr 2e-4 --full-lr 2e-5]
+
+The base is the quick start's model after its warm-up (`rondo sft examples/quickstart.py`), or `--model`; both runs are `--config`
+without a warm-up and without a KL, from that base, one after the other, seed by seed. The last line is JSON: of each, by the
+number of steps, the mean reward of the last ten of them, seconds a step (of the actor, waits included), and the rewards held out
+before and after; bytes of a published version, and the largest mean gap of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rondo.launch.report.records import evaluation_records, step_records
+
+ROOT = Path(__file__).resolve().parent.parent
+QUICKSTART = ROOT / "examples" / "quickstart.py"
+_RUN_LIMIT_S = 3600.0
+_WINDOW = 10
+
+
+def rondo(*words: str) -> None:
+    command = [sys.executable, "-m", "rondo.launch.cli", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_RUN_LIMIT_S, check=False)
+    if done.returncode:
+        raise SystemExit(
+            f"{' '.join(words)} must end with exit code 0, got {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+
+
+def settings(values: dict[str, Any]) -> list[str]:
+    return [word for name, value in values.items() for word in ("--set", f"{name}={value}")]
+
+
+def run(config: Path, folder: Path, values: dict[str, Any]) -> tuple[list[dict[str, Any]], list[float]]:
+    """(records of the steps, rewards held out at the start and the end)."""
+    rondo("train", str(config), *settings({"name": "measured", "run_dir": folder, **values}))
+    metrics = folder / "measured" / "metrics.jsonl"
+    return step_records(metrics), [float(each["reward"]) for each in evaluation_records(metrics)]
+
+
+def published_bytes(model: str, lora: dict[str, Any]) -> tuple[int, int]:
+    """Of a version of adapters and of one of all weights, in the dtype of the weights that engines serve here (float32)."""
+    from rondo.models.config import LoraConfig
+    from rondo.models.load import empty_model
+    from rondo.models.lora import adapt, published_adapter
+    from rondo.models.published import published_shapes
+
+    made = empty_model(model)
+    whole = sum(tensor.nbytes for tensor in published_shapes(made).values())
+    adapt(made, LoraConfig(**lora))
+    return sum(tensor.nbytes for tensor in published_adapter(made).values()), whole
+
+
+def figures(runs: Sequence[tuple[list[dict[str, Any]], list[float]]]) -> dict[str, Any]:
+    steps = min(len(records) for records, _ in runs)
+    ends = range(_WINDOW, steps + 1, _WINDOW)
+    rewards = {
+        end: statistics.mean(each["reward_mean"] for records, _ in runs for each in records[end - _WINDOW : end])
+        for end in ends
+    }
+    return {
+        "reward_by_step": {end: round(reward, 4) for end, reward in rewards.items()},
+        "step_s": round(statistics.median(each["step_s"] for records, _ in runs for each in records[1:]), 4),
+        "held_out": [[round(reward, 4) for reward in held_out] for _, held_out in runs],
+        "gap_max": max(each.get("log_prob_gap", 0.0) for records, _ in runs for each in records),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--config", type=Path, default=QUICKSTART)
+    parser.add_argument("--model", help="a folder to begin with; default: the quick start's after its warm-up")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=2e-3, help="of the adapters")
+    parser.add_argument("--full-lr", type=float, default=2e-4)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        model = options.model
+        if model is None:
+            rondo("sft", str(QUICKSTART), *settings({"run_dir": place, "name": "base"}))
+            found = next(place.glob("base-sft/checkpoints/step_*/hf"))
+            model = str(found)
+        lora = {"rank": options.rank}
+        groups = '[{"name": "rollout", "roles": ["rollout"]}, {"name": "actor", "roles": ["actor", "advantages"]}]'
+        same = {
+            "model": json.dumps({"path": model, "dtype": "float32"}), "num_steps": options.steps, "groups": groups,
+            "max_staleness": 0, "algorithm.kl_coef": 0, **({"sft": "null"} if options.config == QUICKSTART else {}),
+        }  # fmt: skip
+        kinds = {
+            "full": {"train.lr": options.full_lr},
+            "lora": {"train.lr": options.lr, "train.lora": json.dumps(lora)},
+        }
+        told: dict[str, Any] = {}
+        for kind, own in kinds.items():
+            runs = [
+                run(options.config, place / f"{kind}_{seed}", {**same, **own, "seed": seed}) for seed in options.seeds
+            ]
+            told[kind] = figures(runs)
+            print(kind, json.dumps(told[kind]), flush=True)
+        adapter, whole = published_bytes(model, lora)
+    print(json.dumps(told | {"adapter_bytes": adapter, "full_bytes": whole, "bytes_part": round(adapter / whole, 4)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Chat: what a chat template writes between a reply of the policy and its next one, and whether it leaves what came before.
+
+Owns that text for one row's conversation. Does not own its tokens' place in a sample (`roles/sampling/episode.py`) or the first
+prompt (`prompts.py`). Imports neither torch nor transformers: the tokenizer is handed in.
+
+    chat = Chat.of(tokenizer, row, config.data)
+    chat.behind([*chat.begin, reply("4")], [user("Sure?")])
+      -> "<|im_end|>\\n<|im_start|>user\\nSure?<|im_end|>\\n<|im_start|>assistant\\n"
+
+A template *extends* where the conversation with a reply and what follows begins with the text that the reply was sampled behind,
+and the reply. Then the tokens of the rest alone are new. Many always do; others rewrite earlier turns, as Qwen3's, which leaves
+out their thinking once a user speaks again. That is looked at with a letter in the place of all that was said, since what
+templates look at is who speaks, and whether a reply has thoughts. So spaces that a template takes off a reply are no rewriting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rondo.roles.data.datasets import Row, RowError
+from rondo.roles.data.prompts import messages_of, template_args
+
+if TYPE_CHECKING:
+    from rondo.roles.config import DataConfig
+
+Message = Mapping[str, Any]
+_PLAIN, _CLOSED = "R", "T\n</think>\n\nR"
+_THOUGHT = f"<think>\n{_CLOSED}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """The conversation that a row begins. `args` are the template's, beside the messages."""
+
+    tokenizer: Any
+    name: str
+    begin: Sequence[Message]
+    args: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, tokenizer: Any, row: Row, config: DataConfig) -> Chat | None:
+        """None where the prompt is plain text."""
+        if isinstance(row.prompt, str) and not config.apply_chat_template:
+            return None
+        own = template_args(row, config)
+        own.pop("continue_final_message", None)
+        return cls(tokenizer, row.name, messages_of(row, config), own | {"add_generation_prompt": True})
+
+    def prompt(self, messages: Sequence[Message]) -> str:
+        """The conversation up to where the policy goes on. RowError for messages that the template does not take."""
+        try:
+            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **self.args))
+        except Exception as error:  # whatever the template makes of somebody's messages is about these
+            raise RowError(
+                f"{self.name}: what is said must suit the chat template, got {type(error).__name__}: {error}. Correct it"
+            ) from error
+
+    def behind(self, before: Sequence[Message], said: Sequence[Message]) -> str | None:
+        """The text that follows the last reply, which ends `before`, where these messages come next; None where the template does
+        not extend."""
+        stand_ins = [_stand_in(message) for message in before]
+        start = self.prompt(stand_ins[:-1]) + stand_ins[-1]["content"]
+        whole = self.prompt([*stand_ins, *said])
+        return whole[len(start) :] if whole.startswith(start) else None
+
+
+def rewrites(tokenizer: Any, args: Mapping[str, Any]) -> list[str]:
+    """What a template does not extend behind, in words; empty where it always does. What it cannot render is left out."""
+    chat = Chat(tokenizer, "the template", (), {**args, "add_generation_prompt": True})
+    found = []
+    try:
+        opens = chat.prompt([_message("user", "U")]).rstrip().endswith("<think>")
+    except RowError:
+        opens = False
+    for thought in (_CLOSED,) if opens else (_PLAIN, _THOUGHT):
+        for role in ("user", "tool"):
+            before = [_message("user", "U"), _message("assistant", thought)]
+            try:
+                # A second time, since what is said last decides what becomes of all replies.
+                twice = [*before, _message("tool", "U"), _message("assistant", _CLOSED if opens else _PLAIN)]
+                known = [chat.behind(each, [_message(role, "U")]) for each in (before, twice)]
+            except RowError:
+                continue
+            if None in known:
+                thinking = " with thoughts" if thought != _PLAIN else ""
+                found.append(f"a reply{thinking} that a message of role {role!r} follows")
+    return found
+
+
+def check_text(name: str, messages: Sequence[Message]) -> None:
+    """RowError for media, which no engine could be given behind a prompt."""
+    for message in messages:
+        parts = message.get("content")
+        if isinstance(parts, list) and any(part.get("type") != "text" for part in parts):
+            raise RowError(
+                f"{name}: what is said must be text, got media in a message of role {message['role']!r}. Put them into the prompt"
+            )
+
+
+def _stand_in(message: Message) -> dict[str, Any]:
+    text = message.get("content")
+    if message["role"] == "assistant":
+        if not isinstance(text, str) or "</think>" not in text:
+            return _message("assistant", _PLAIN)
+        return _message("assistant", _THOUGHT if "<think>" in text else _CLOSED)  # the prompt may have opened them
+    return {**message, "content": "U"}
+
+
+def _message(role: str, content: str) -> dict[str, Any]:
+    return {"role": role, "content": content}

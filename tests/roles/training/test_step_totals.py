@@ -1,0 +1,42 @@
+"""What the rows of a step were: by modality, over all ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from rondo.roles.training.step_totals import StepTotals
+
+PICTURE, SOUND = {"pixel_values": np.zeros((1, 1))}, {"input_features": np.zeros((1, 1, 1))}
+
+
+def row(media: Any, reward: float | None, response: int, finish: str = "stop") -> Any:
+    return SimpleNamespace(media=media, reward=reward, response=response, finish=finish, length=response + 4, part=0)
+
+
+def told(*ranks: list[Any]) -> dict[str, Any]:
+    """The figures of a step whose rows lie on ranks so."""
+    totals = [StepTotals(0) for _ in ranks]
+    for each, rows in zip(totals, ranks, strict=True):
+        each.add(rows, [np.zeros(row.response, np.int64) for row in rows])
+    return totals[0].of([sum(values) for values in zip(*(each.sums() for each in totals), strict=True)])
+
+
+def test_reward_and_length_are_told_of_each_modality_that_is_there() -> None:
+    rows = [
+        row(PICTURE, 1.0, 3), row(PICTURE, None, 5, "length"), row(PICTURE | SOUND, 0.5, 4), row(None, 0.0, 2),
+    ]  # fmt: skip
+    found = told(rows[:1], rows[1:])
+    of_image = {name.removesuffix("_image"): value for name, value in found.items() if name.endswith("_image")}
+    assert of_image == {
+        "reward_mean": 0.75, "num_samples": 3, "truncated_fraction": pytest.approx(1 / 3), "response_tokens": 4.0,
+    }  # fmt: skip
+    assert [found[f"reward_mean_{kind}"] for kind in ("text", "audio", "mixed")] == [0.0, 0.5, 0.5]
+    assert found["reward_mean"] == 0.5 and found["num_samples"] == 4 and "reward_mean_video" not in found
+
+
+def test_of_text_alone_nothing_is_told_by_modality() -> None:
+    assert not [name for name in told([row(None, 1.0, 3)]) if name.endswith("_text")]
