@@ -1,7 +1,8 @@
 """Settings of what the roles do: data, rewards, algorithm, rollout, training, warm-up, evaluation; together a job.
 
-Owns the fields, their bounds, and which of them contradict each other. Does not own where roles run
-(`launch/config.py`) or the shape of the model (`models/config.py`). Imports no torch.
+Owns the fields and what follows from them; which of them contradict each other is `agreement.py`'s, jobs without rollouts are
+`supervised.py`'s. Does not own where roles run (`launch/config.py`) or the shape of the model (`models/config.py`). Imports no
+torch.
 
     JobConfig(name="gsm8k", num_steps=150, model=..., data=DataConfig(path="train.jsonl", prompt="question"),
               reward=RewardConfig(function="rewards.py:exact"), rollout=RolloutConfig(prompts_per_step=32, ...))
@@ -11,7 +12,6 @@ Invariant: settings that contradict each other, or that could have no effect, ar
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -22,20 +22,25 @@ from rondo.models.config import LoraConfig, MeshConfig, ModelConfig
 from rondo.models.media.config import MediaConfig
 from rondo.roles.algorithms.algorithm import AlgorithmConfig, OldLogProbs, old_log_probs_source
 from rondo.roles.algorithms.teachers import DistillationConfig, TeacherConfig
+from rondo.roles.config.agreement import depends_on_time, media_suit_the_engine, sections_agree
 from rondo.roles.config.data import NO_REWARD, DataConfig, EvalConfig, EvalSet, RewardConfig
 from rondo.roles.config.genrm import SCORE, GenrmConfig
 from rondo.roles.config.presets import full_size
 from rondo.roles.config.rollout import MIN_FIXED_SLOTS, EndpointConfig, RolloutConfig, SGLangConfig
+from rondo.roles.config.supervised import (
+    DpoConfig,
+    PairsConfig,
+    SftConfig,
+    SupervisedConfig,
+    job_is_not_whole,
+    without_rollouts,
+)
 from rondo.roles.config.training import (
     AfterSaveConfig,
     BestConfig,
     CriticConfig,
-    DpoConfig,
     OptimizerConfig,
-    PairsConfig,
     ReferenceConfig,
-    SftConfig,
-    SupervisedConfig,
     TrainConfig,
 )
 from rondo.runtime.config import SupervisionConfig
@@ -112,25 +117,7 @@ class JobConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_rollouts(cls, given: Any) -> Any:
-        """What a job without rollouts has no word of; its steps are its section's, whatever a run of the same settings takes."""
-        if not isinstance(given, dict) or given.get("job") not in ("sft", "dpo"):
-            return given
-        own = given.get(given["job"])
-        if isinstance(own, Section):
-            own = own.model_dump(exclude_unset=True)
-        if not isinstance(own, dict):
-            return given
-        longest = own.get("micro_batch_tokens", SupervisedConfig.model_fields["micro_batch_tokens"].default)
-        filled = {
-            "data": own.get("data") or {"rows": own.get("rows")},
-            "rollout": {
-                "prompts_per_step": 1,
-                "samples_per_prompt": 1,
-                "max_prompt_tokens": longest,
-                "max_new_tokens": 1,
-            },
-        }
-        return {**filled, **given, "num_steps": own.get("steps", 1)}
+        return without_rollouts(given)
 
     def derive(self) -> None:
         if self.job != "rl":  # their models are nobody's: no sample is judged or taught
@@ -179,7 +166,7 @@ class JobConfig(Section):
 
     def refused(self) -> Iterator[str]:
         if self.job != "rl":
-            yield from self._job_is_not_whole()
+            yield from job_is_not_whole(self)
             return
         if self.dpo is not None:
             yield "dpo must be None with job 'rl', got settings of it. Remove them, or set job to 'dpo'"
@@ -193,53 +180,10 @@ class JobConfig(Section):
             )
         if "reward" not in self.model_fields_set and self.genrm is None and self.learns_from_rewards:
             yield "reward must be set, got nothing. Set reward=RewardConfig(function=...), or genrm"
-        yield from self._media_suit_the_engine()
-        yield from self._sections_agree()
+        yield from media_suit_the_engine(self)
+        yield from sections_agree(self)
         if self.deterministic:
-            yield from self._something_depends_on_time()
-
-    def _job_is_not_whole(self) -> Iterator[str]:
-        if self.own is None:
-            yield f"{self.job} must be set with job {self.job!r}, got nothing. Add {self.job}=..."
-            return
-        for name in ("router_aux_loss_coef", "router_bias_update_rate"):
-            if value := getattr(self.train, name):
-                yield (
-                    f"train.{name} must be 0 with job {self.job!r}, which balances no experts, got {value:g}. Remove it"
-                )
-        best, known = self.train.best, ("loss", *(f"eval_{name}" for name in self.own.figures))
-        if best is not None and best.metric not in known:
-            yield f"train.best.metric must be one of {', '.join(known)} with job {self.job!r}, got {best.metric!r}. Change it"
-        if (
-            best is not None
-            and best.metric != "loss"
-            and (self.train.save_every or 1) % (self.own.evaluate_every or 1 << 62)
-        ):
-            yield (
-                f"train.save_every must be a multiple of {self.job}.evaluate_every with train.best, so that checkpoints are "
-                f"measured, got {self.train.save_every} and {self.own.evaluate_every}. Change one of them"
-            )
-
-    def _media_suit_the_engine(self) -> Iterator[str]:
-        sglang = self.rollout.sglang
-        if sglang is None:
-            return
-        if self.media is not None and sglang.urls:
-            yield (
-                "media must be None with rollout.sglang.urls, whose servers are sent text alone, got settings of media. Remove "
-                "them, or set rollout.sglang.python, so that servers are started which take media"
-            )
-        if self.media is not None and self.media.whole_positions is False:
-            yield (
-                "media.whole_positions must not be False with rollout.sglang, whose servers cut positions of videos to whole "
-                "numbers, got False. Remove it"
-            )
-        names = ("enable-return-routed-experts", "enable_return_routed_experts")
-        if self.train.router_replay == "r3" and False in map(sglang.arguments.get, names):
-            yield (
-                "rollout.sglang.arguments must not turn enable-return-routed-experts off with train.router_replay 'r3', which "
-                "needs what it tells, got False. Remove it: rondo sets it itself"
-            )
+            yield from depends_on_time(self)
 
     @property
     def teacher_follows(self) -> bool:
@@ -396,230 +340,6 @@ class JobConfig(Section):
     def num_weight_slots(self) -> int:
         """Slots of the weight slab."""
         return self.bus.weight_slots + self.num_pinned
-
-    def _sections_agree(self) -> Iterator[str]:
-        algorithm, rollout, train = self.algorithm, self.rollout, self.train
-        if rollout.samples_per_prompt < algorithm.min_group_size and self.learns_from_rewards:
-            yield (
-                f"rollout.samples_per_prompt must be at least {algorithm.min_group_size} with algorithm.name "
-                f"{algorithm.name!r}, which compares the samples of a prompt, got {rollout.samples_per_prompt}. "
-                "Raise it"
-            )
-        if self.genrm is not None and (both := sorted(self.reward.components.keys() & self.genrm.components.keys())):
-            yield f"genrm.components must have other names than reward.components, got {both[0]!r} in both. Rename one"
-        if self.genrm is not None and self.genrm.per == "pair" and rollout.samples_per_prompt < 2:
-            yield "rollout.samples_per_prompt must be at least 2 with genrm.per 'pair', got 1. Raise it"
-        if self.genrm is not None and not self.learns_from_rewards:
-            yield "genrm must be left out where distillation.task_coef is 0, since rewards weigh nothing there, got it. Remove it"
-        served = self.distillation is not None and any(each.urls for each in self.distillation.named().values())
-        if served and self.rollout.temperature != 1:
-            yield (
-                "rollout.temperature must be 1 with a teacher behind urls, whose servers tell log-probs at 1 alone, got "
-                f"{self.rollout.temperature}. Remove it, or let the teacher's role hold the model"
-            )
-        if served and self.media is not None:
-            yield (
-                "media must be None with a teacher behind urls, whose servers are sent tokens alone, got settings of media. "
-                "Remove them, or let the teacher's role hold the model"
-            )
-        if self.distillation is not None and self.distillation.context is not None and self.media is not None:
-            yield (
-                "distillation.context must be left out with media, whose places in a prompt it cannot keep, got both. Remove one"
-            )
-        if self.distillation is not None and self.distillation.context is not None and self.rollout.max_rows > 1:
-            yield (
-                "distillation.context must be left out where samples have several rows, each with a prompt of its own, got "
-                f"rollout.max_rows {self.rollout.max_rows}. Remove it, or set rollout.max_rows to 1"
-            )
-        if self.distillation is not None and self.distillation.teachers and self.data.metadata is None:
-            yield (
-                "data.metadata must name the column that says which of distillation.teachers a row has, got None. Set it"
-            )
-        if not self.learns_from_rewards and rollout.filter is not None:
-            yield (
-                "rollout.filter must be None where distillation.task_coef is 0, since rewards say nothing of what is learnt, got "
-                f"{rollout.filter!r}. Remove it"
-            )
-        if algorithm.needs_dynamic_sampling and rollout.filter != "zero_std":
-            yield (
-                f"rollout.filter must be 'zero_std' with algorithm.name {algorithm.name!r}, which replaces prompt "
-                f"groups of equal rewards, got {rollout.filter!r}. Set it, or set algorithm.name to 'grpo'"
-            )
-        if self.reference.refresh_every is not None and train.lora is not None:
-            yield (
-                "reference.refresh_every must be None with train.lora, whose reference is the base of the adapters, got "
-                f"{self.reference.refresh_every}. Remove it"
-            )
-        if algorithm.measures_drift and self.num_updates > 1:
-            yield (
-                "train.optimizer_steps_per_batch and train.epochs must be 1 with algorithm.policy_loss "
-                f"{algorithm.policy_loss!r}, whose bounds are those of the weights that a step begins with, and would let later "
-                f"updates go anywhere, got {train.optimizer_steps_per_batch} and {train.epochs}. Set them to 1, or "
-                "algorithm.name to 'grpo'"
-            )
-        if self.reference.refresh_every is not None and not algorithm.needs_reference:
-            yield (
-                "algorithm.kl_coef must be above 0 with reference.refresh_every, since no reference is there without a KL, got "
-                f"{algorithm.kl_coef:g}. Set it, or remove reference.refresh_every"
-            )
-        alone = self.genrm is not None and self.reward.function == NO_REWARD
-        if algorithm.advantage == "decoupled" and not self.reward.components and not alone:
-            yield (
-                "reward.components must name what algorithm.advantage 'decoupled' compares, the numbers in the dict that "
-                "reward.function returns, with their weights, got none. Set them, or set algorithm.name to 'grpo'"
-            )
-        if algorithm.advantage == "decoupled" and self.reward.overlong_tokens is not None:
-            yield (
-                "reward.overlong_tokens must be None with algorithm.advantage 'decoupled', which compares components and no sum "
-                f"of them, got {self.reward.overlong_tokens}. Remove it, and let reward.function return it as a component"
-            )
-        if (self.reward.overlong_tokens or 0) > rollout.max_new_tokens:
-            yield (
-                f"reward.overlong_tokens must be at most rollout.max_new_tokens, got {self.reward.overlong_tokens} and "
-                f"{rollout.max_new_tokens}. Lower it"
-            )
-        if train.optimizer_steps_per_batch > rollout.prompts_per_step:
-            yield (
-                "train.optimizer_steps_per_batch must be at most rollout.prompts_per_step, since each trains on prompt groups "
-                f"of its own, got {train.optimizer_steps_per_batch} and {rollout.prompts_per_step}. Lower it"
-            )
-        if self.num_updates > 1 and not train.hot_snapshot:
-            yield (
-                "train.hot_snapshot must be True with several optimizer steps a step (train.optimizer_steps_per_batch x "
-                f"train.epochs = {self.num_updates}), since a step that is stopped between them is undone from it, got False. "
-                "Remove it, or make one optimizer step"
-            )
-        if train.lora is not None and train.lora.dropout and self.sft is None:
-            yield (
-                "train.lora.dropout must be 0 without sft: the log-probs of a policy are computed without noise, which would be "
-                f"in every ratio of its loss, got {train.lora.dropout:g}. Remove it"
-            )
-        if self.adapts_engines and rollout.sglang is not None and rollout.sglang.router is not None:
-            yield (
-                "train.lora.publish must be 'merged' with rollout.sglang.router, behind which no server can be asked whether an "
-                "adapter has arrived, got 'adapter'. Set it to 'merged', or remove the router"
-            )
-        for name, data in self.named_data().items():
-            if data.balance is not None and name != "data":
-                yield (
-                    f"{name}.balance must be None, since steps of reinforcement alone are balanced, got {data.balance!r}. Remove "
-                    "it"
-                )
-        longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-        if train.micro_batch_tokens < longest:
-            yield (
-                "train.micro_batch_tokens must hold the longest sample, rollout.max_prompt_tokens + "
-                f"rollout.max_new_tokens = {longest}, got {train.micro_batch_tokens}. Raise it to {longest}"
-            )
-        if self.joins_samples and train.micro_batch_tokens < (joined := rollout.max_rows * longest):
-            yield (
-                f"train.micro_batch_tokens must hold all rows of a sample, rollout.max_rows x {longest} tokens = {joined}, with "
-                f"an algorithm that looks at whole samples, got {train.micro_batch_tokens}. Raise it to {joined}, or set "
-                "algorithm.normalizer to 'token'"
-            )
-        yield from self._critic_agrees()
-        if train.warmup_steps >= self.num_steps:
-            yield (
-                "train.warmup_steps must be less than num_steps, "
-                f"got {train.warmup_steps} and {self.num_steps}. Lower it"
-            )
-        evaluation = self.evaluation
-        for name, each in evaluation.named_sets().items() if evaluation is not None else ():
-            if each.data is None and self.data.held_out < each.num_prompts:
-                section = f"evaluation.sets.{name}" if evaluation is not None and evaluation.sets else "evaluation"
-                yield (
-                    f"data.held_out must be at least {section}.num_prompts without {section}.data, "
-                    f"got {self.data.held_out} and {each.num_prompts}. "
-                    f"Set data.held_out to {each.num_prompts}, or name a data set in {section}.data"
-                )
-        if evaluation is not None and evaluation.every is not None and evaluation.every > self.num_steps:
-            yield f"evaluation.every must be at most num_steps, got {evaluation.every} and {self.num_steps}. Lower it"
-        if train.best is not None and "@" in train.best.metric:
-            yield from self._best_has_no_value(train.best.metric)
-
-    def _critic_agrees(self) -> Iterator[str]:
-        critic = self.critic
-        if critic is None:
-            return
-        if not self.algorithm.needs_critic:
-            yield (
-                f"critic must be left out with algorithm.name {self.algorithm.name!r}, which has none, got settings of it. "
-                "Remove them, or set algorithm.name to 'ppo'"
-            )
-        longest = self.rollout.max_prompt_tokens + self.rollout.max_new_tokens
-        if critic.micro_batch_tokens < longest:
-            yield (
-                "critic.micro_batch_tokens must hold the longest sample, rollout.max_prompt_tokens + "
-                f"rollout.max_new_tokens = {longest}, got {critic.micro_batch_tokens}. Raise it to {longest}"
-            )
-        for name in ("only_steps", "warmup_steps"):
-            if getattr(critic, name) >= self.num_steps:
-                yield (
-                    f"critic.{name} must be less than num_steps, got {getattr(critic, name)} and {self.num_steps}. Lower it"
-                )
-        if self.distillation is not None and self.distillation.form == "advantage":
-            yield (
-                "distillation.form must not be 'advantage' with a critic, whose values know nothing of a teacher, got it. Set it "
-                "to 'loss'"
-            )
-        if not self.train.hot_snapshot:
-            yield (
-                "train.hot_snapshot must be True with a critic, since what one of two roles alone has trained is undone from it, "
-                "got False. Remove it"
-            )
-
-    def _best_has_no_value(self, metric: str) -> Iterator[str]:
-        sets = self.evaluation.named_sets() if self.evaluation is not None else {}
-        known = [
-            figure if len(sets) == 1 else f"{name}.{figure}" for name, each in sets.items() for figure in each.figures
-        ]
-        if metric not in known:
-            yield (
-                f"train.best.metric must be a figure of the evaluations, {', '.join(known) or 'of which there are none'}, got "
-                f"{metric!r}. Name one of them, or a metric of every step"
-            )
-            return
-        assert self.evaluation is not None
-        saves, evaluates = self.train.save_every, self.evaluation.every
-        together = None if saves is None or evaluates is None else math.lcm(saves, evaluates)
-        if together is None or together >= self.num_steps:
-            yield (
-                f"train.best must find checkpoints that are evaluated, got train.save_every {saves} and evaluation.every "
-                f"{evaluates}, which meet in none of {self.num_steps} steps. Set evaluation.every to train.save_every"
-            )
-
-    def _something_depends_on_time(self) -> Iterator[str]:
-        rollout = self.rollout
-        if rollout.sglang is not None:
-            yield (
-                "deterministic must be False with rollout.sglang, whose batches depend on time, got True. "
-                "Remove rollout.sglang, or set deterministic=False"
-            )
-        if self.genrm is not None and (self.genrm.urls or self.genrm.sglang is not None):
-            yield (
-                "deterministic must be False with genrm.urls and genrm.sglang, whose batches depend on time, got True. Let the "
-                "embedded engine judge, or set deterministic=False"
-            )
-        if self.reference.refresh_every is not None:
-            yield (
-                "reference.refresh_every must be None with deterministic=True, where no score may depend on when a version "
-                f"comes, got {self.reference.refresh_every}. Remove it, or set deterministic=False"
-            )
-        if rollout.num_slots < MIN_FIXED_SLOTS:
-            yield (
-                f"rollout.num_slots must be at least {MIN_FIXED_SLOTS} with deterministic=True, since fewer rows are multiplied "
-                f"in another order, got {rollout.num_slots}. Raise it"
-            )
-        if rollout.spare_groups:
-            yield (
-                "rollout.spare_groups must be 0 with deterministic=True, where no prompt group may win by being quick, "
-                f"got {rollout.spare_groups}. Remove it, or set deterministic=False"
-            )
-        if rollout.straggler_deadline_s is not None:
-            yield (
-                "rollout.straggler_deadline_s must be None with deterministic=True, where no prompt group may fail by being "
-                f"slow, got {rollout.straggler_deadline_s:g}. Remove it, or set deterministic=False"
-            )
 
     @classmethod
     def from_resolved(cls, resolved: Mapping[str, Any]) -> JobConfig:

@@ -1,6 +1,7 @@
-"""Settings of training: optimizer and micro-batches, and the warm-up on demonstrations.
+"""Settings of training on samples: the optimizer, how a step is cut into micro-batches, the reference and the critic.
 
-Owns their bounds. Does not own the algorithm (`roles/algorithms/algorithm.py`).
+Owns their bounds. Does not own the algorithm (`roles/algorithms/algorithm.py`), nor what is learnt from rows
+(`roles/config/supervised.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from rondo.models.config import LoraConfig, MeshConfig
-from rondo.roles.config.data import DataConfig
 from rondo.runtime.section import FunctionRef, Section
 
 
@@ -183,149 +183,3 @@ class CriticConfig(OptimizerConfig):
                 "critic.min_lr_fraction must be 0 with critic.schedule 'constant', which never falls, "
                 f"got {self.min_lr_fraction}. Set critic.schedule to 'linear' or 'cosine', or remove it"
             )
-
-
-class SupervisedConfig(OptimizerConfig):
-    """What is learnt from rows with answers, none of which is sampled: a job of its own (`job`), on the actor's processes."""
-
-    rows: FunctionRef | None = None
-    """A function that returns the rows: dicts with `prompt` and `answer`. Prompts are written like those of `data`."""
-    data: DataConfig | None = None
-    """Or a data set, whose `label` column is the answer; with label=None the last message of its prompts is."""
-    steps: int = Field(ge=1)
-    batch_size: int = Field(ge=1)
-    """Rows of one optimizer step."""
-    evaluate_every: int | None = Field(None, ge=1)
-    """Measures the rows that `data.held_out` keeps back before the first step, after every so many and after the last; in a job
-    of its own."""
-    lr: float = Field(1e-5, gt=0)
-    schedule: Literal["constant", "linear", "cosine"] = "linear"
-    min_lr_fraction: float = Field(0.1, ge=0, le=1)
-    betas: Betas = (0.9, 0.999)
-    weight_decay: float = Field(0.01, ge=0)
-    micro_batch_tokens: int = Field(4096, ge=1)
-    """Also the longest row, in tokens."""
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """The fields of which one says where rows come from."""
-        return ("rows", "data")
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        """What is measured of the rows that are held out, "eval_" in front of each."""
-        return ("loss",)
-
-    def refused(self) -> Iterator[str]:
-        at = self.place
-        given = [name for name in self.sources if getattr(self, name) is not None]
-        if len(given) != 1:
-            *most, last = (f"{at}.{name}" for name in self.sources)
-            yield (
-                f"exactly one of {', '.join(most)} and {last} must be set, got {' and '.join(given) or 'none'}. Name one source "
-                "of rows"
-            )
-        held_out = self.data.held_out if self.data is not None else 0
-        if bool(held_out) != (self.evaluate_every is not None):
-            yield (
-                f"{at}.data.held_out and {at}.evaluate_every must be set together, since one keeps back what the other measures, "
-                f"got {held_out} and {self.evaluate_every}. Set both, or remove one"
-            )
-        wants = "rejected" in self.columns
-        if self.data is not None and (self.data.rejected is not None) != wants:
-            rule = "name the column with the worse answer" if wants else "be None, for no pairs are learnt"
-            yield f"{at}.data.rejected must {rule}, got {self.data.rejected!r}. {'Set' if wants else 'Remove'} it"
-        if self.data is not None and self.data.label is None and not self.data.apply_chat_template:
-            yield (
-                f"{at}.data.label must name the answer, or be None where {at}.data.apply_chat_template is True and the last "
-                "message of a prompt is its answer, got None without it. Set one of them"
-            )
-        if self.warmup_steps >= self.steps:
-            yield f"{at}.warmup_steps must be less than {at}.steps, got {self.warmup_steps} and {self.steps}. Lower it"
-
-    @property
-    def columns(self) -> dict[str, str]:
-        """Of what `rows` returns."""
-        return {"prompt": "prompt", "label": "answer"}
-
-    def source(self, prompts: DataConfig) -> DataConfig:
-        """The rows as a data set, with the answer as its label. `prompts` are the run's: `rows` are written as they are."""
-        if self.data is not None:
-            return self.data
-        same = {name: getattr(prompts, name) for name in DataConfig.OF_PROMPTS}
-        return DataConfig(rows=self.rows, **self.columns, **same)
-
-
-class SftConfig(SupervisedConfig):
-    """Supervised fine-tuning on demonstrations, before the first step of a run or as a job of its own."""
-
-    place = "sft"
-    demonstrate: FunctionRef | None = None
-    """Or a function `(prompt, label, draw) -> answer` for training rows of the run, called anew each time a row comes;
-    `draw` is a seeded random.Random."""
-    turns: Literal["last", "all", "marked"] = "last"
-    """Which messages of the assistant are learnt where the answer is the last message of a chat: that one, all, or all but those
-    that have a `weight` of 0."""
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return ("rows", "data", "demonstrate")
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        return ("loss", "token_accuracy")
-
-    def refused(self) -> Iterator[str]:
-        yield from super().refused()
-        if self.turns != "last" and (self.data is None or self.data.label is not None):
-            yield (
-                f"sft.turns must be 'last' unless sft.data.label is None, since only a chat has several turns, got "
-                f"{self.turns!r}. Remove it, or set sft.data.label to None"
-            )
-
-    def source(self, prompts: DataConfig) -> DataConfig:
-        """As of any; the rows of `demonstrate` are the run's own."""
-        return prompts if self.demonstrate is not None else super().source(prompts)
-
-
-class PairsConfig(SupervisedConfig):
-    """What is learnt from pairs of answers, the better one and the worse. `rows` are dicts with `prompt`, `chosen` and
-    `rejected`; of `data`, `label` names the better (None: the last message of a prompt is it) and `rejected` the worse."""
-
-    @property
-    def columns(self) -> dict[str, str]:
-        return {"prompt": "prompt", "label": "chosen", "rejected": "rejected"}
-
-    @property
-    def figures(self) -> tuple[str, ...]:
-        return ("loss", "rewards/accuracies", "rewards/margins")
-
-
-class DpoConfig(PairsConfig):
-    """Direct preference optimisation, a job of its own."""
-
-    place = "dpo"
-    lr: float = Field(1e-6, gt=0)
-    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    beta: float = Field(0.1, gt=0)
-    """How much a log-ratio is worth: the larger, the nearer the policy stays to the reference."""
-    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """How probable it is that a pair is the wrong way round; of the loss "sigmoid"."""
-    reference: bool = True
-    """Log-probs count beside those of the weights that the job begins with; False: by themselves."""
-    length_normalized: bool = False
-    """Log-probs of an answer are means over its tokens, and no sums; with the loss "ipo" they always are."""
-    margin: float = Field(0.0, ge=0)
-    """By how much beta times the gap is to be above 0; SimPO's gamma, beside reference=False and length_normalized=True."""
-
-    def refused(self) -> Iterator[str]:
-        yield from super().refused()
-        for name in (
-            ("label_smoothing",)
-            if self.loss == "hinge"
-            else ("label_smoothing", "margin")
-            if self.loss == "ipo"
-            else ()
-        ):
-            if getattr(self, name):
-                yield f"dpo.{name} must be 0 with dpo.loss {self.loss!r}, which has none, got {getattr(self, name)}. Remove it"
