@@ -203,8 +203,7 @@ async def ours(url: str, key: str | None, found: Capabilities, asked: list[Reque
 
 STUB = Capabilities(
     version="0.5.23", model_path="stub", architecture="stub", tensor_parallel=1, data_parallel=1, max_running=256,
-    max_cached_tokens=1 << 20, lengths=None, vocabulary=500, begins_updates=True, version_spans=True,
-    log_probs_after_temperature=True,
+    max_cached_tokens=1 << 20, lengths=None, vocabulary=500, version_spans=True, log_probs_after_temperature=True,
     seeds=False, priority=0, in_order=True, tells_new_tokens=False, experts=None, media=(), takes_processed_media=False,
 )  # fmt: skip
 

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import orjson
@@ -112,7 +111,7 @@ class KeptSamples:
         if folder is None or not (folder / FILE).exists():
             return cls()
         with safe_open(folder / FILE, framework="numpy") as file:
-            rows = _rows(file.metadata())
+            rows = orjson.loads(file.metadata()[_ROWS])
             ends = {name: np.cumsum(file.get_tensor(name + _LENGTHS))[:-1] for name in names}
             columns = {name: np.split(file.get_tensor(name), ends[name]) for name in names}
         return cls(
@@ -141,12 +140,3 @@ def put_kept(bus: Bus, ring: str, group: int, epoch: int, kept: Sequence[KeptRow
         Column(name, kept[0].columns[name].dtype.name, [row.columns[name] for row in kept]) for name in kept[0].columns
     ]
     bus.put_samples(ring, group, epoch, list(parts), columns, [row.info for row in kept], list(parts.values()))
-
-
-def _rows(metadata: Mapping[str, str]) -> list[list[Any]]:
-    """The header of a file. One of format 1 does not say how responses ended; one without a format has samples of one part."""
-    if metadata.get(_FORMAT) == "2":
-        return list(orjson.loads(metadata[_ROWS]))
-    if _FORMAT in metadata:
-        return [[*row, 0] for row in orjson.loads(metadata[_ROWS])]
-    return [[*row[:3], 0, *row[3:], 0] for row in orjson.loads(metadata["samples"])]

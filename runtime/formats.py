@@ -1,11 +1,10 @@
-"""Formats: the number that everything a run leaves on disk carries, and the one line that refuses what a newer release wrote.
+"""Formats: the number that everything a run leaves on disk carries, and the one line that refuses what this release cannot read.
 
-Owns the numbers of run directories and checkpoints, and how a format is said and checked. Does not own how an older form is read:
-whoever reads it does (journals and dumps of the index: `comm/bus/formats.py`). Format 0 is what has no number: the first
-releases.
+Owns the numbers, and how a format is said and checked. Does not own how an older form is read: whoever reads it does. Format 0 is
+what has no number: the first releases.
 
     stamp(RUN)                       -> {"format": 1, "release": "0.1.0"}
-    check(fields, RUN, "runs/demo")  -> 1; ConfigError where only a newer release can read it
+    check(fields, RUN, "runs/demo")  -> None; ConfigError where only a newer release can read it
 """
 
 from __future__ import annotations
@@ -21,6 +20,10 @@ RUN = 1
 """Of a run directory: `format.json`."""
 CHECKPOINT = 1
 """Of a checkpoint: its marker."""
+JOURNAL, OLDEST_JOURNAL = 5, 3
+"""Of the coordinator's journal and the dumps of its index: today's, and the oldest that is read. Since format 4 a put is
+journalled as its record's own bytes, before, field by field; since 5 the journal says which step a trainable role was told to
+leave. A field that an older dump does not have begins as in a new index."""
 
 
 @functools.cache
@@ -42,12 +45,14 @@ def stamp(number: int) -> dict[str, Any]:
     return {"format": number, "release": release()}
 
 
-def check(fields: Mapping[str, Any], newest: int, where: object) -> int:
-    """The format of what lies `where` and says `fields` of itself. ConfigError when it is newer than `newest`, or no number."""
+def check(fields: Mapping[str, Any], newest: int, where: object, *, oldest: int = 0) -> None:
+    """What lies `where` says `fields` of itself. ConfigError when its format is newer than `newest`, or no number, or older than
+    `oldest`."""
     found = fields.get("format", 0)
-    if not isinstance(found, int) or not 0 <= found <= newest:
+    if not isinstance(found, int) or not oldest <= found <= newest:
+        rule = f"{oldest} to {newest}" if oldest else f"{newest} or older"
+        others = "" if found == 0 else " or a newer one"
         raise ConfigError(
-            f"{where} must be of format {newest} or older, got {found}, which rondo {fields.get('release', '?')} wrote. "
-            f"This is rondo {release()}: go on with that release or a newer one."
+            f"{where} must be of format {rule}, got {found}, which rondo {fields.get('release', '?')} wrote. "
+            f"This is rondo {release()}: go on with that release{others}."
         )
-    return found

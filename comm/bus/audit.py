@@ -19,7 +19,6 @@ steps, however long the run.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import operator
 from collections import Counter
@@ -29,7 +28,6 @@ from pathlib import Path
 from typing import Any
 
 from rondo.comm.bus.journal import Event, files, read
-from rondo.runtime.errors import CorruptData
 
 OUTCOMES = ("trained", "filtered", "surplus", "failed", "quarantined")
 
@@ -65,20 +63,8 @@ def audit(
     """Read the journal of a run. CorruptData when its last file was changed after it was written."""
     ledger = Ledger(samples_per_group, groups_per_step, max_data_failures, max_infra_failures)
     for newest in files(folder)[-1:]:
-        take_older(newest, ledger)
         count(read(newest), ledger)
     return ledger.totals()
-
-
-def take_older(newest: Path, ledger: Ledger) -> None:
-    """Fold what the newest file does not tell: nothing where it begins with a ledger, else the files before it, which a release
-    without one left. Of one that a power failure tore, and a checkpoint replaced, what is whole is taken."""
-    if "audit" in next(read(newest), {}).get("state", ()):
-        return
-    for path in files(newest.parent):
-        if path < newest:
-            with contextlib.suppress(CorruptData):
-                count(read(path), ledger)
 
 
 def count(events: Iterable[Event], ledger: Ledger) -> Audit:
@@ -148,54 +134,29 @@ class Ledger:
             Counter()
         )  # of samples; of prompt groups: `leases_lost`, and outcomes of those behind us
         self.staleness: Counter[int] = Counter()
-        self._snapshot: dict[str, Any] | None = None  # of the event before
 
     def apply(self, event: Event) -> None:
         act = getattr(self, "on_" + event["event"], None)
         if act is not None:
             act(event)
-        self._snapshot = event["state"] if event["event"] == "snapshot" else None
 
     def on_snapshot(self, event: Event) -> None:
         if "audit" in event["state"]:
             self._load(event["state"]["audit"])
 
     def on_attempt(self, event: Event) -> None:
-        if self._snapshot is not None and "audit" not in self._snapshot:
-            self.roll_back(self._snapshot)
         self.prepared.clear()
         for group in self.open.values():
             if not group.outcome:
                 group.forget()
 
     def roll_back(self, state: dict[str, Any]) -> None:
-        """Be as a checkpoint with this state of the index was; what was lost stays lost. Where an older release wrote it, without
-        a ledger, what had ended before it is taken from its counts."""
+        """Be as a checkpoint with this state of the index was; what was lost stays lost. Without a checkpoint the state
+        has no ledger, and is that of a new run."""
         faults = {name: self.counts[name] for name in ("lost", "unexpected", "leases_lost")}
-        self._snapshot = None
-        if "audit" in state:
-            self._load(state["audit"])
-        else:
-            faults["twice"] = self.counts["twice"]
-            ended = state["counts"]
-            trained = self.n * ended["trained"]
-            self.counts = Counter(admitted=self.n * ended["admitted"], put=trained, trained=trained)
-            self.counts.update({name + "_groups": ended[name] for name in OUTCOMES if name in ended})
-            self.staleness = Counter(dict(state["staleness"]))
-            self.next_group = state["next_group"]
-            self._begin_with({
-                group["id"]: _Open(group["step"], data=group["data_failures"], infra=group["infra_failures"])
-                for group in sorted(state["groups"], key=lambda group: group["id"])
-                if group["state"] in ("waiting", "running", "ready")
-            })  # fmt: skip
+        self._load(state.get("audit") or Ledger(self.n, self.groups_per_step).dump())
         for name, num in faults.items():
             self.counts[name] = max(num, self.counts[name])
-
-    def _begin_with(self, groups: dict[int, _Open]) -> None:
-        """These are all that are open."""
-        self.open, self.steps = groups, {}
-        for id, group in groups.items():
-            self.steps.setdefault(group.step, []).append(id)
 
     def on_admit(self, event: Event) -> None:
         if event["group"] >= self.next_group:
@@ -372,7 +333,9 @@ class Ledger:
 
     def _load(self, fields: dict[str, Any]) -> None:
         self.next_group = fields["next_group"]
-        self._begin_with({id: _Open.load(group) for id, *group in fields["open"]})
+        self.open, self.steps = {id: _Open.load(group) for id, *group in fields["open"]}, {}
+        for id, group in self.open.items():
+            self.steps.setdefault(group.step, []).append(id)
         self.prepared = {role: (member, spans) for role, (member, spans) in fields["prepared"].items()}
         self.counts, self.staleness = Counter(fields["counts"]), Counter(dict(fields["staleness"]))
 

@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from rondo.comm.bus import formats
 from rondo.comm.bus.accounts import Accounts, Rules
 from rondo.comm.bus.group import LIVE, NO_VERSION, SETTLED, Group
 from rondo.comm.bus.journal import Event
@@ -26,6 +25,7 @@ from rondo.comm.bus.space import Space
 from rondo.comm.bus.versions import Versions
 from rondo.comm.ring.records import GROUP_BLOB
 from rondo.comm.ring.spans import Span, whole_samples
+from rondo.runtime import formats
 
 _OF_VERSIONS = {
     "publishing": ("begin", "slot", "version"),
@@ -441,7 +441,7 @@ class Index(Accounts):
     def dump(self) -> dict[str, Any]:
         """The whole state as plain JSON; `load(rules, dump())` is an equal index."""
         return {
-            **formats.stamp(),
+            **formats.stamp(formats.JOURNAL),
             **{name: getattr(self, name) for name in self._PLAIN},
             "staleness": [[age, count] for age, count in sorted(self.staleness.items())],
             "steps": [[step, list(groups)] for step, groups in self.steps.items()],
@@ -453,9 +453,9 @@ class Index(Accounts):
 
     @classmethod
     def load(cls, rules: Rules, state: dict[str, Any], where: object = "the dump of an index") -> Index:
-        """An index from a dump of this or an older release; what that one did not know is as in a new index. ConfigError where a
-        newer one wrote it."""
-        state = formats.state_of(state, where)
+        """An index from a dump of this or an older release; what that one did not know is as in a new index. ConfigError where it
+        is too new or too old to be read."""
+        formats.check(state, formats.JOURNAL, where, oldest=formats.OLDEST_JOURNAL)
         index = cls(rules)
         for name in cls._PLAIN:
             setattr(index, name, state.get(name, getattr(index, name)))

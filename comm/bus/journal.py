@@ -29,7 +29,8 @@ from typing import Any
 
 import orjson
 
-from rondo.comm.bus import formats, puts
+from rondo.comm.bus import puts
+from rondo.runtime import formats
 from rondo.runtime.checkpoints import flush
 from rondo.runtime.errors import CorruptData
 
@@ -48,7 +49,7 @@ def encode(event: Event) -> bytes:
 
 
 def files(folder: Path) -> list[Path]:
-    """The journal files of a run, oldest first: one, unless its writer died between two, or an older release kept them all."""
+    """The journal files of a run, oldest first."""
     return sorted(folder.glob("*.journal"))
 
 
@@ -75,16 +76,13 @@ def _whole(line: bytes) -> bool:
 
 
 def read(path: Path) -> Iterator[Event]:
-    """Events of one file, in today's form whichever release wrote them. A torn last line ends it; a broken line before the last
-    raises CorruptData, one of a newer release ConfigError."""
-    number = formats.FORMAT
+    """Events of one file. A torn last line ends it; a broken line before the last raises CorruptData, a snapshot of a release
+    that is too new or too old ConfigError."""
     for line in _lines(path):
         event = orjson.loads(line[9:-1])
         if event["event"] == "snapshot":
-            number = formats.format_of(event["state"], f"journal {path}")
-        event = formats.event_of(event, number)
-        if event["event"] != formats.NOTHING:
-            yield puts.whole(event) if "record" in event else event
+            formats.check(event["state"], formats.JOURNAL, f"journal {path}", oldest=formats.OLDEST_JOURNAL)
+        yield puts.whole(event) if "record" in event else event
 
 
 class Journal:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from rondo.comm.bus.audit import Ledger, take_older
+from rondo.comm.bus.audit import Ledger
 from rondo.comm.bus.coordinator import Coordinator
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Journal
@@ -38,7 +38,6 @@ def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attem
             raise journal.broken
         print(f"{journal.broken} It goes on from {checkpoint}.", flush=True)
     else:
-        take_older(journal.path, ledger)
         for event in journal.replay():
             index.apply(event)
             ledger.apply(event)

@@ -3,7 +3,7 @@
 words          runs (ranges of row ids), nested (values to columns and back), spec (what is fixed for a partition), reading (how a
                task is read)
 decisions      fold (all partitions and members), table (one), entry (one record's rows), task (what one consumer has read),
-               shelf (the memory under them); planning, choosers, samplers, differencing, own: which rows come next
+               shelf (the memory under them); planning, choosers, samplers, own: which rows come next
 coordinator    serve (its process), coordinator (questions, waits), room (rings), places (what readers are told), stats (counters
                in shared memory), memory (segments, or files beyond the capacity)
 for roles      opened, client, stream, batch; sync (threads), loader (torch), checkpoint (disk)

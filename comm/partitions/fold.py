@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rondo.comm.bus import formats
 from rondo.comm.bus.journal import Event
 from rondo.comm.partitions.memory import FILE
 from rondo.comm.partitions.spec import Spec
@@ -24,6 +23,7 @@ from rondo.comm.partitions.table import Table
 from rondo.comm.ring.records import Descriptor
 from rondo.comm.ring.ring import RecordRef
 from rondo.comm.ring.spans import num_rows
+from rondo.runtime import formats
 
 
 class Fold:
@@ -79,7 +79,7 @@ class Fold:
     def dump(self) -> dict[str, Any]:
         tables = [table.dump() for table in self.tables.values()]
         members = {name: list(life) for name, life in self.members.items()}
-        return {**formats.stamp(), "tables": tables, "next_id": self.next_id, "members": members}
+        return {**formats.stamp(formats.JOURNAL), "tables": tables, "next_id": self.next_id, "members": members}
 
     @classmethod
     def load(cls, state: dict[str, Any]) -> Fold:

@@ -13,13 +13,12 @@ from __future__ import annotations
 import hashlib
 import heapq
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
 from rondo.comm.partitions.choosers import Ask, Chooser, Picked
-from rondo.comm.partitions.differencing import balanced
 from rondo.comm.partitions.entry import Entry
 from rondo.comm.partitions.own import OwnChooser
 from rondo.comm.partitions.runs import compress, count, cut, even, expand, number_of, row_id
@@ -254,6 +253,21 @@ class GroupsChooser(Chooser):
         sizes = [each] * ask.ranks if len(taken) == want else even(len(taken), ask.ranks)
         runs = compress([id for rows, _ in taken for id in rows])
         return cut(runs, [size * self._size for size in sizes])
+
+
+def balanced(costs: Sequence[int], parts: int, *, equal_size: bool = False) -> list[list[int]]:
+    """Indices of `costs` in `parts` parts whose sums are about equal, each ascending: the costliest first, each to the part that
+    has least. `equal_size`: so many at a time as there are parts, so that their lengths differ by at most one."""
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    found: list[list[int]] = [[] for _ in range(parts)]
+    sums = [0] * parts
+    together = parts if equal_size else 1
+    for at in range(0, len(order), together):
+        least = sorted(range(parts), key=sums.__getitem__)
+        for i, part in zip(order[at : at + together], least, strict=False):
+            found[part].append(i)
+            sums[part] += costs[i]
+    return [sorted(indices) for indices in found]
 
 
 def costs(table: Table, runs: Runs) -> list[int]:

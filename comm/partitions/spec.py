@@ -88,7 +88,7 @@ class Groups(Sampler):
 
 @dataclass(frozen=True, slots=True)
 class Balanced(Sampler):
-    """Sequential, then dealt to the ranks so that their tokens are about equal (Karmarkar-Karp)."""
+    """Sequential, then dealt to the ranks so that their tokens are about equal (the costliest first)."""
 
     equal_size: bool = True
     """The same number of rows on every rank; False balances better, and `batch` is what ranks get on average."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +12,6 @@ import numpy as np
 import orjson
 import pytest
 
-from rondo.comm.bus.audit import audit
 from rondo.comm.bus.bus import Bus
 from rondo.comm.bus.group import REWARD
 from rondo.comm.ring.records import Column, record_bytes
@@ -29,11 +27,9 @@ from rondo.roles.sampling.groups import Lease, PromptGroups, Sample
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.streams import BASE_COLUMNS, ROUTED, row_bytes
 from rondo.runtime.records.timeline import span
-from tests.comm.inprocess import InProcess, Store
 from tests.comm.served import Served, prove, served
 
 PROMPT = np.array([5, 6, 7], np.int32)
-VERSION_0 = Path(__file__).parents[1] / "comm" / "bus" / "version_0"
 
 
 def columns(group: int, sample: int, part: int = 0) -> dict[str, np.ndarray]:
@@ -260,36 +256,3 @@ async def test_a_replica_of_a_resumed_run_puts_what_is_kept_and_generates_only_t
         assert index.counts["ready"] == 3
         equal(copy_samples(bus, orjson.dumps(index.dump()))[:3], [(0, 0), (0, 0, 1), (0, 1)])
         assert index.groups[1].info[REWARD] == [1.0, 0.25]
-
-
-async def test_a_run_directory_of_format_0_goes_on_with_what_its_checkpoint_kept(tmp_path: Path) -> None:
-    """Journal, checkpoint and kept samples as commit cc35ba8 wrote them: rows without parts, and no number of a format."""
-    checkpoint = tmp_path / "checkpoints" / "step_000001"
-    shutil.copytree(VERSION_0, checkpoint)
-    (checkpoint / "journal").rename(tmp_path / "journal")
-    (checkpoint / "COMPLETE").touch()
-    store = Store()
-    run = InProcess(tmp_path, store, ring_bytes=1 << 16, media_bytes=256, max_data_failures=0, row_bytes=4096)
-    run.attempt = 1
-    await run.start()
-    bus = await run.bus("rollout-0")
-    try:
-        await bus.call("proved", "rollout.0", 1)
-        grants = (await bus.call("lease", 3, []))["grants"]
-        assert [grant["group"] for grant in grants] == [4, 5, 7]
-        groups = Groups(bus, KeptSamples.read(checkpoint))
-        for grant in grants:
-            await groups.fill(Lease(**{**grant, "have": {}}))
-        await bus.call("renew", [])
-        assert groups.asked == ["4.1/0", "7.1/0", "7.1/1"]
-        index = run.coordinator.index
-        assert (index.version, index.checksums, index.counts["ready"]) == (1, {"actor": 9}, 3)
-        assert [group.parts() for group in index.groups.values() if group.state == "ready"] == [[1, 1]] * 3
-        kept = [row for row in copy_samples(bus, orjson.dumps(index.dump())) if (row.group, row.sample) != (4, 0)]
-        equal([row for row in kept if row.group < 7], [(4, 1), (5, 0), (5, 1)])
-        found = audit(tmp_path / "journal", 2, 3)
-        assert (found.num_trained, found.num_lost, found.num_trained_twice, found.num_unexpected) == (6, 0, 0, 0)
-    finally:
-        bus.close()
-        await run.stop()
-        store.close()

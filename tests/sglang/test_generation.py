@@ -266,7 +266,7 @@ def test_a_server_shows_its_key_and_a_name_in_shared_memory_nowhere(served: Serv
 async def test_capabilities_are_told_as_the_server_has_them(served: Served) -> None:
     found = served.capabilities
     assert found.version == "0.5.23" and found.architecture == "Qwen3MoeForCausalLM"
-    assert found.begins_updates and found.version_spans and found.log_probs_after_temperature
+    assert found.version_spans and found.log_probs_after_temperature
     assert not found.seeds and found.priority == 1
     assert found.experts is not None and (found.experts.num_layers, found.experts.top_k, found.experts.num) == (2, 2, 8)
     assert (found.max_running, found.tensor_parallel) == (16, 1) and found.vocabulary == 266

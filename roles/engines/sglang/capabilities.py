@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.models.media.inputs import Modality
-from rondo.roles.engines.sglang.client import ServerError, SGLangClient
+from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.engines.sglang.numbers import integer
 from rondo.roles.engines.sglang.requirements import MEDIA, Lengths, of_server, parse_version, require_version
 from rondo.runtime.errors import ProtocolError
@@ -53,8 +53,6 @@ class Capabilities:
     """What a sample may have in tokens; None: not known."""
     vocabulary: int | None
     """Token ids are below it. A server does not survive one that is not, so they are refused here. None: not known."""
-    begins_updates: bool
-    """Weight updates stand between /begin_weight_update and /end_weight_update, as of 0.5.21."""
     version_spans: bool
     """Tells for each token under which weights it was sampled. Without, a sequence must not live through an update."""
     log_probs_after_temperature: bool
@@ -101,7 +99,6 @@ async def probe(client: SGLangClient, *, processed_media: bool = False) -> Capab
         max_cached_tokens=_internal(info, "max_total_num_tokens"),
         lengths=of_server(info),
         vocabulary=text_config(shape).get("vocab_size"),
-        begins_updates=await _exists(client, "/begin_weight_update"),
         version_spans=spans,
         log_probs_after_temperature=after_temperature,
         seeds=bool(info.get("enable_deterministic_inference")),
@@ -119,15 +116,6 @@ async def _told(client: SGLangClient, path: str) -> dict[str, Any]:
     if not isinstance(told, dict):
         raise ProtocolError(f"{path} of {client.url} must tell a JSON object, got {told!r:.200}")
     return told
-
-
-async def _exists(client: SGLangClient, path: str) -> bool:
-    """Whether a path that takes POST is there: a GET is refused with 405 where it is, with 404 where it is not."""
-    try:
-        await client.get(path, deadline_s=_ASK_S)
-    except ServerError as error:
-        return error.status == 405
-    return True
 
 
 async def _look_at_an_answer(client: SGLangClient) -> tuple[bool, bool]:

@@ -1,56 +1,22 @@
-"""Dumps and journals of older releases. `version_0` was written by commit cc35ba8, which knew no formats: a coordinator in one
-process, with groups in every state, a round that is read, and a partition. `version_3` by 923bec2, whose journal told puts field
-by field: three groups of which one lacks a sample, and a round of the others that was read."""
+"""Dumps and journals of older releases. `version_3` was written by commit 923bec2, whose journal told puts field by field: three
+groups of which one lacks a sample, and a round of the others that was read."""
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
-import orjson
 import pytest
 
-from rondo.comm.bus import formats
 from rondo.comm.bus.audit import audit
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Journal, encode, files, read
+from rondo.runtime import formats
 from rondo.runtime.errors import ConfigError
 from tests.comm.driver import rules
-from tests.comm.inprocess import InProcess, Store, ask, put
+from tests.comm.inprocess import InProcess, Store, put
 
-VERSION_0 = Path(__file__).parent / "version_0"
 VERSION_3 = Path(__file__).parent / "version_3"
 RULES = rules(media_bytes=256, max_data_failures=0)
-
-
-def of(number: int, state: dict) -> dict:
-    return {**state, "format": number, "release": "9.9.9"}
-
-
-def test_a_checkpoint_of_format_0_is_read() -> None:
-    state = orjson.loads((VERSION_0 / "index.json").read_bytes())["index"]
-    index = Index.load(RULES, state)
-    found = {group.id: (group.step, group.state, group.numbers()) for group in index.groups.values()}
-    assert found == {
-        4: (1, "running", [1]), 5: (1, "ready", [0, 1]), 7: (1, "running", []),
-        8: (2, "waiting", []), 9: (2, "waiting", []), 10: (2, "waiting", []),
-    }  # fmt: skip
-    assert (index.version, index.next_group, index.counts["trained"], index.counts["quarantined"]) == (1, 11, 3, 1)
-    assert index.imbalance() == "" and index.survivors(1) == [4, 5, 7]
-    assert index.groups[5].complete(("tokens", "loss_mask")) and index.rounds.pinned(5)
-    assert index.rounds.lanes["advantages"].ready == {1: [5]}
-    assert "partitions" in state and "partitions" not in index.dump()
-    again = Index.load(RULES, orjson.loads(orjson.dumps(index.dump())))
-    assert again.dump() == index.dump() and again.dump()["format"] == formats.FORMAT
-
-
-def test_a_journal_of_format_0_is_replayed() -> None:
-    for path, live in ((files(VERSION_0 / "journal")[0], [4, 5, 7, 8, 9, 10]), (files(VERSION_0 / "journal")[1], [8])):
-        index = Index(RULES)
-        for event in read(path):
-            index.apply(event)
-        assert set(live) <= index.groups.keys() and index.imbalance() == "" and index.version == 1
-    assert (index.groups[8].state, index.groups[8].numbers()) == ("running", [0])
 
 
 def test_a_journal_of_format_3_is_replayed() -> None:
@@ -85,39 +51,16 @@ async def test_a_put_is_journalled_as_the_bytes_of_its_record(tmp_path: Path) ->
         each.close()
 
 
-def test_an_audit_of_format_0_reads_all_files() -> None:
-    found = audit(VERSION_0 / "journal", 2, 3, max_data_failures=0)
-    assert (found.num_admitted, found.num_put, found.num_trained, found.num_lost, found.num_leases_lost) == (
-        22,
-        10,
-        6,
-        0,
-        1,
+@pytest.mark.parametrize("number", [None, formats.OLDEST_JOURNAL - 1, formats.JOURNAL + 1])
+def test_what_a_release_wrote_that_is_too_new_or_too_old_is_refused_in_one_line_that_names_it(
+    tmp_path: Path, number: int | None
+) -> None:
+    state = {**Index(RULES).dump(), "format": number, "release": "9.9.9"}
+    if number is None:
+        del state["format"]
+    line = (
+        f"must be of format {formats.OLDEST_JOURNAL} to {formats.JOURNAL}, got {number or 0}, which rondo 9.9.9 wrote"
     )
-    assert found.outcomes == {"trained": 6, "filtered": 2, "surplus": 0, "failed": 0, "quarantined": 2}
-
-
-async def test_a_run_goes_on_from_a_checkpoint_of_format_0(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "checkpoints" / "step_000001"
-    shutil.copytree(VERSION_0, checkpoint)
-    (checkpoint / "COMPLETE").touch()
-    store = Store()
-    run = InProcess(tmp_path, store, media_bytes=256, max_data_failures=0)
-    run.attempt = 1
-    await run.start()
-    rollout = await run.bus("rollout-0")
-    await rollout.call("proved", "rollout.0", 1)
-    leased = await ask(rollout.call("lease", 3, []))
-    assert [(grant["group"], grant["step"]) for grant in leased["grants"]] == [(4, 1), (5, 1), (7, 1)]
-    await run.stop()
-    rollout.close()
-    store.close()
-    assert formats.format_of(next(iter(read(files(tmp_path / "journal")[-1])))["state"], "it") == formats.FORMAT
-
-
-def test_what_a_newer_release_wrote_is_refused_in_one_line_that_names_it(tmp_path: Path) -> None:
-    state = of(formats.FORMAT + 1, Index(RULES).dump())
-    line = f"must be of format {formats.FORMAT} or older, got {formats.FORMAT + 1}, which rondo 9.9.9 wrote"
     with pytest.raises(ConfigError, match=line) as refused:
         Index.load(RULES, state, "checkpoint step_000007")
     assert "\n" not in str(refused.value) and str(refused.value).startswith("checkpoint step_000007 ")

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rondo.comm.bus.formats import stamp
 from rondo.comm.bus.journal import Journal, encode, files, read
 from rondo.runtime.errors import CorruptData
+from rondo.runtime.formats import JOURNAL, stamp
 
 WRITER = """
 import sys
@@ -79,7 +79,7 @@ def test_a_rotated_journal_begins_with_its_snapshot_and_all_but_the_last_old_fil
     (tmp_path / "00000002.journal").touch()
     with Journal(tmp_path) as journal:
         journal.append([{"event": "admit", "group": 1}])
-        journal.rotate({"event": "snapshot", "state": {"version": 3, **stamp()}})
+        journal.rotate({"event": "snapshot", "state": {"version": 3, **stamp(JOURNAL)}})
         journal.append([{"event": "commit", "version": 4}])
     with Journal(tmp_path) as again:
         assert [event["event"] for event in again.replay()] == ["snapshot", "commit"]

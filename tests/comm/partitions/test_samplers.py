@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rondo.comm.partitions.differencing import balanced
 from rondo.comm.partitions.runs import Numbers
+from rondo.comm.partitions.samplers import balanced
 from rondo.comm.partitions.spec import (
     Balanced,
     Groups,

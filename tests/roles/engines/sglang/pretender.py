@@ -62,8 +62,6 @@ class Handler(BaseHTTPRequestHandler):
             told = {"loads": [{"num_running_reqs": 0}]}
         elif self.path == "/health_generate" and starting:
             return self.answer({}, 503)
-        elif self.path == "/begin_weight_update":
-            return self.answer({"detail": "Method Not Allowed"}, 405)
         else:
             told = {}
         self.answer(told)

@@ -27,8 +27,7 @@ from tests.roles.engines.sglang.pretender import launch
 
 FOUND = Capabilities(
     version="0.5.23", model_path="/model", architecture="Qwen3ForCausalLM", tensor_parallel=1, data_parallel=1, max_running=8,
-    max_cached_tokens=1024, lengths=None, vocabulary=100, begins_updates=True, version_spans=True,
-    log_probs_after_temperature=True,
+    max_cached_tokens=1024, lengths=None, vocabulary=100, version_spans=True, log_probs_after_temperature=True,
     seeds=False, priority=0, in_order=True, tells_new_tokens=False, experts=None, media=(), takes_processed_media=False,
 )  # fmt: skip
 
@@ -337,7 +336,7 @@ async def test_a_server_is_asked_what_it_can_do(
         await client.__aexit__()
         await server.close()
     assert (found.seeds, found.priority, found.experts, found.vocabulary) == (seeds, priority, experts, 50)
-    assert (found.version, found.begins_updates, found.version_spans) == ("0.5.23", True, True)
+    assert (found.version, found.version_spans) == ("0.5.23", True)
     assert found.lengths == (Lengths(prompt=33, whole=38) if "max-req-input-len" in arguments else None)
     assert found.log_probs_after_temperature and found.max_running == 8 and found.in_order and found.tells_new_tokens
     assert json.loads(json.dumps(found.report()))["version"] == "0.5.23"
