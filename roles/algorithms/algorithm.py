@@ -291,9 +291,10 @@ class AlgorithmConfig(Section):
 
     @property
     def joins_samples(self) -> bool:
-        """Whether the loss looks at whole samples, so that all rows of one belong into one micro-batch."""
+        """Whether the loss looks at whole samples, or counts them, so that all rows of one belong into one micro-batch: any of
+        them may be without a token that trains."""
         ours = ("ppo_clip", "m2po", "sapo", "reinforce", "cispo_signed", "p3o")
-        by_token = self.normalizer != "sample" and self.normalize_batch != "samples" and self.policy_loss in ours
+        by_token = self.normalizer == "token" and self.normalize_batch != "samples" and self.policy_loss in ours
         return not by_token or self.tis_level != "token" or self.opsm_delta is not None or self.correction is not None
 
     @property

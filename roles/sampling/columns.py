@@ -1,7 +1,7 @@
 """What rollout writes of samples: the base columns of their rows, and what the bus is told of each row.
 
 Pure: rows in, arrays out. Owns which tokens the loss counts: none of a sample whose reward failed, and with
-`rollout.mask_truncated` none of one that its limit ended. Does not own when something is put (`groups.py`).
+`rollout.mask_truncated` none of one that its limit ended, whatever its rows. Does not own when something is put (`groups.py`).
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ from rondo.roles.sampling.episode import Made, SampleRow
 from rondo.roles.streams import PARTS, ROUTED, TURNS
 
 
-def columns_of(config: JobConfig, rows: Sequence[SampleRow], results: Sequence[RewardResult]) -> list[Column]:
-    """The base columns of some rows, with the result of the sample that each is of: pieces that lie end to end, and how much of
-    them is each row's."""
-    rollout, done = config.rollout, [row.completion for row in rows]
+def columns_of(config: JobConfig, made: Sequence[Made], results: Sequence[RewardResult]) -> list[Column]:
+    """The base columns of the rows of some samples, in the order of `in_parts`, with the result of each sample: pieces that lie
+    end to end, and how much of them is each row's."""
+    order, rollout = in_parts(made), config.rollout
+    rows = [made[at].rows[part] for at, part in order]
+    done, results = [row.completion for row in rows], [results[at] for at, _ in order]
     responses = [len(c.tokens) for c in done]
+    oldest = [max(0, each.newest) if rollout.mask_old_tokens else 0 for each in made]
+    left_out = [rollout.mask_truncated and cut_off(each.last) for each in made]
     masks = [
-        loss_mask(c, rollout.mask_old_tokens)
-        * np.uint8(r.score is not None and not (rollout.mask_truncated and cut_off(c)))
-        for c, r in zip(done, results, strict=True)
+        loss_mask(c, oldest[at]) * np.uint8(r.score is not None and not left_out[at])
+        for c, r, (at, _) in zip(done, results, order, strict=True)
     ]
     pieces = [each.astype(np.int32, copy=False) for row in rows for each in (row.prompt, row.completion.tokens)]
     lengths = [len(row.prompt) + response for row, response in zip(rows, responses, strict=True)]
@@ -52,12 +55,9 @@ def columns_of(config: JobConfig, rows: Sequence[SampleRow], results: Sequence[R
     return columns
 
 
-def loss_mask(completion: Completion, mask_old: bool) -> np.ndarray:
-    """The tokens that the loss counts, uint8 [R]: all that a policy sampled, or with `mask_old` those of the newest weights that
-    the sample saw."""
-    versions = completion.policy_versions
-    chosen = (versions == versions.max()) & (versions != NO_VERSION) if mask_old else versions != NO_VERSION
-    return chosen.astype(np.uint8)
+def loss_mask(completion: Completion, oldest: int = 0) -> np.ndarray:
+    """The tokens that the loss counts, uint8 [R]: those that a policy sampled, of this version or a newer one."""
+    return (completion.policy_versions >= oldest).astype(np.uint8)
 
 
 def turns_of(completion: Completion) -> list[np.ndarray]:

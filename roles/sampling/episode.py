@@ -80,6 +80,11 @@ class Made:
         return self.rows[-1].completion
 
     @property
+    def newest(self) -> int:
+        """The newest weights that any token of it was sampled under; NO_VERSION without one."""
+        return max(int(row.completion.policy_versions.max()) for row in self.rows)
+
+    @property
     def num_tokens(self) -> int:
         """Behind the prompts of all rows."""
         return sum(len(row.completion.tokens) for row in self.rows)

@@ -253,7 +253,7 @@ class PromptGroups:
         made = [sample.made for sample in samples]
         order = in_parts(made)
         rows = [made[at].rows[part] for at, part in order]
-        columns = columns_of(self.job.config, rows, [samples[at].result for at, _ in order])
+        columns = columns_of(self.job.config, made, [sample.result for sample in samples])
         columns += [Column(each.name, each.dtype, [each.arrays[at] for at, _ in order]) for each in taught]
         told = [(finish_of(sample.made.last), sample.result.score) for sample in samples]
         info = [info_of(row, *told[at]) for row, (at, _) in zip(rows, order, strict=True)]

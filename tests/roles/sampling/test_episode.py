@@ -106,7 +106,7 @@ def check_trained(made: Made, policy: Policy) -> None:
     assert len(left) == len(policy.said)
     for row in made.rows:
         done = row.completion
-        whole, mask, first = np.concatenate([row.prompt, done.tokens]), loss_mask(done, False), len(row.prompt)
+        whole, mask, first = np.concatenate([row.prompt, done.tokens]), loss_mask(done), len(row.prompt)
         assert not done.log_probs[mask == 0].any() and (done.policy_versions[mask == 0] == NO_VERSION).all()
         at = 0
         for turn in turns_of(done):

@@ -15,16 +15,16 @@ import numpy as np
 import orjson
 import pytest
 
-from rondo.comm.bus.group import FINISH, REWARD
+from rondo.comm.bus.group import FINISH, NO_VERSION, REWARD
 from rondo.roles.advantages import _advantages
 from rondo.roles.algorithms.advantages import of_group
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig
 from rondo.roles.data.datasets import Row
-from rondo.roles.engines.engine import Completion, Request
+from rondo.roles.engines.engine import Completion, FinishReason, Request
 from rondo.roles.resumed import KeptSamples, copy_samples, write_samples
 from rondo.roles.rewards.pool import RewardItem, RewardResult
 from rondo.roles.sampling.columns import columns_of
-from rondo.roles.sampling.episode import SampleRow
+from rondo.roles.sampling.episode import Made, SampleRow
 from rondo.roles.sampling.filters import Ended, equal_rewards, keep_pool
 from rondo.roles.sampling.groups import Lease, PromptGroups
 from tests.comm.served import served
@@ -125,35 +125,53 @@ async def test_a_reward_that_fails_fails_its_sample_alone_and_nothing_is_generat
     assert {(line["finish_reason"], line["num_tokens"]) for line in lines} == {("stop", 3)}
 
 
+def columns(made: Sequence[Made], results: Sequence[RewardResult], **rollout: bool) -> dict[str, list[Any]]:
+    reward = RewardConfig(function="rewards:exact", components={"right": 1.0, "short": 0.5})
+    config = SimpleNamespace(
+        rollout=SimpleNamespace(**{"mask_old_tokens": False, "mask_truncated": False} | rollout),
+        train=SimpleNamespace(router_replay="off"), components=reward.components, num_parts=2, algorithm=AlgorithmConfig(),
+    )  # fmt: skip
+    found = columns_of(cast(Any, config), made, results)
+    assert found[1].name == "loss_mask" and found[1].arrays[0].dtype == np.uint8
+    return {each.name: [array.tolist() for array in each.arrays] for each in found}
+
+
+def part(reason: FinishReason, *versions: int) -> SampleRow:
+    tokens = np.arange(len(versions), dtype=np.int32)
+    return SampleRow(tokens, Completion("", tokens, -tokens.astype(np.float32), np.array(versions, np.int32), reason))
+
+
 def test_samples_that_their_limit_cut_off_can_be_left_out_of_the_loss() -> None:
-    tokens = np.arange(3, dtype=np.int32)
-    done = [
-        Completion("", tokens, -tokens.astype(np.float32), tokens, reason) for reason in ("stop", "length", "cancelled")
-    ]  # type: ignore[arg-type]
+    ends: list[FinishReason] = ["stop", "length", "cancelled"]
+    made = [Made(at, (part(reason, 0, 0, 0),)) for at, reason in enumerate(ends)]
+    results = [RewardResult(2.0, {"right": 1.5, "short": 1.0}), RewardResult(0.5, {"right": 0.0, "short": 1.0})]
     for masks, expected in ((False, [[1] * 3, [1] * 3, [0] * 3]), (True, [[1] * 3, [0] * 3, [0] * 3])):
-        rollout = SimpleNamespace(mask_old_tokens=False, mask_truncated=masks)
-        reward = RewardConfig(function="rewards:exact", components={"right": 1.0, "short": 0.5})
-        config = SimpleNamespace(
-            rollout=rollout,
-            train=SimpleNamespace(router_replay="off"),
-            reward=reward,
-            components=reward.components,
-            num_parts=2 * masks,
-            algorithm=AlgorithmConfig(),
-        )
-        results = [
-            RewardResult(2.0, {"right": 1.5, "short": 1.0}),
-            RewardResult(0.5, {"right": 0.0, "short": 1.0}),
-            RewardResult(None),
-        ]
-        made = {
-            each.name: each
-            for each in columns_of(cast(Any, config), [SampleRow(tokens, each) for each in done], results)
-        }
-        assert [array.tolist() for array in made["loss_mask"].arrays] == expected
-        assert made["loss_mask"].arrays[0].dtype == np.uint8
-        if masks:  # what is compared by itself
-            assert [array.tolist() for array in made["reward_parts"].arrays] == [[1.5, 1.0], [0.0, 1.0], [0, 0]]
+        found = columns(made, [*results, RewardResult(None)], mask_truncated=masks)
+        assert found["loss_mask"] == expected
+        assert found["reward_parts"] == [[1.5, 1.0], [0.0, 1.0], [0, 0]]  # what is compared by itself
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("mask_truncated", [[0, 0], [1, 1], [0, 0], [1, 1, 0]]),
+        ("mask_old_tokens", [[0, 0], [0, 1], [0, 1], [1, 1, 0]]),
+    ],
+)
+def test_what_is_left_out_of_the_loss_of_several_rows_is_by_the_end_and_the_newest_weights_of_their_sample(
+    setting: str, expected: list[list[int]]
+) -> None:
+    cut = Made(0, (part("stop", 1, 1), part("length", 1, 2)))
+    whole = Made(1, (part("length", 0, 1), part("stop", 1, 1, NO_VERSION)))  # a branch alone was cut off
+    rights = [RewardResult(1.0, {"right": 1.0, "short": 0.0})] * 2
+    assert columns([cut, whole], rights, **{setting: True})["loss_mask"] == expected
+
+
+def test_of_a_sample_that_nobody_sampled_nothing_is_in_the_loss() -> None:
+    nothing = [Made(0, (part("cancelled", NO_VERSION),))]
+    assert columns(nothing, [RewardResult(1.0, {"right": 1.0, "short": 0.0})], mask_old_tokens=True)["loss_mask"] == [
+        [0]
+    ]
 
 
 async def test_a_prompt_is_tokenized_beside_the_loop_one_at_a_time() -> None:

@@ -108,7 +108,7 @@ async def test_the_workflow_of_the_docs_goes_on_behind_what_it_tells_the_policy(
         assert done.policy_versions.tolist() == [3] * size + [NO_VERSION] * len(told) + [3] * (
             len(done.tokens) - size - len(told)
         )
-        assert loss_mask(done, False).sum() == len(done.tokens) - len(told) > size
+        assert loss_mask(done).sum() == len(done.tokens) - len(told) > size
         assert len(done.tokens) == 24 and done.finish_reason == "length"
         assert done.tokens.tolist() == same.last.tokens.tolist(), "seeds are those of sample and place"
     await engine.close()

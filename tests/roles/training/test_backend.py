@@ -270,9 +270,12 @@ def test_the_gap_compares_each_token_with_a_log_prob_of_the_version_it_was_sampl
     assert made.finish(3)[0]["log_prob_gap_tokens"] == length
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "dr_grpo"])
-def test_the_rows_of_a_sample_count_as_one_and_are_one_to_losses_of_whole_samples(model: str, name: str) -> None:
+@pytest.mark.parametrize(("name", "joins"), [("grpo", True), ("gspo", True), ("cispo", False), ("dr_grpo", True)])
+def test_the_rows_of_a_sample_count_as_one_and_are_one_to_losses_of_whole_samples(
+    model: str, name: str, joins: bool
+) -> None:
     config = job(model, name=name, kl_coef=0.0)
+    assert config.algorithm.joins_samples == joins
     made, (a, b, c) = trainer(config, model), rows(8, num_rows=3)
     a.mask[0] = b.mask[-1] = 0
     with torch.no_grad():
@@ -292,7 +295,11 @@ def test_the_rows_of_a_sample_count_as_one_and_are_one_to_losses_of_whole_sample
     made.objective._config = config.model_copy(update={"media": MediaConfig()})  # kinds are those of samples, too
     kinds = made.objective.sums(made.model, [a, c, b], Use(0, 0, 0, [[0, 0, 0, 2], [0, 1, 0, 1]])).sums
     assert kinds[f"{TOKENS_OF}text"] == kinds["tokens"]
-    if not config.algorithm.joins_samples:  # rows of a sample in several micro-batches
+    if joins:  # also where the first row of a sample trains nothing, as of weights that are too old
+        nothing = replace(a, mask=np.zeros_like(a.mask))
+        found = made.objective.sums(made.model, [nothing, c, b], Use(0, 0, 0, [[0, 0, 0, 2], [0, 1, 0, 1]]))
+        assert found.sums["samples"] == 2
+    else:  # rows of a sample in several micro-batches
         parts = [
             made.objective.sums(made.model, own, Use(0, 0, 0, spans))
             for own, spans in (([a, c], [[0, 0, 0, 2]]), ([b], [[0, 1, 0, 1]]))

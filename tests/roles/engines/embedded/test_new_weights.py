@@ -223,10 +223,10 @@ def test_experts_of_a_prefix_that_came_without_them_are_those_it_was_computed_an
 def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
     versions = np.array([3, 3, 5, 5, 5], np.int32)
     done = Completion("a", versions, versions.astype(np.float32), versions, "length")
-    assert loss_mask(done, True).tolist() == [0, 0, 1, 1, 1] and loss_mask(done, False).tolist() == [1] * 5
-    assert loss_mask(done, True).dtype == np.uint8
+    assert loss_mask(done, 5).tolist() == [0, 0, 1, 1, 1] and loss_mask(done).tolist() == [1] * 5
+    assert loss_mask(done, 5).dtype == np.uint8
     acted = replace(done, policy_versions=np.array([NO_VERSION, 3, NO_VERSION, 4, NO_VERSION], np.int32))
-    assert loss_mask(acted, False).tolist() == [0, 1, 0, 1, 0] and loss_mask(acted, True).tolist() == [0, 0, 0, 1, 0]
+    assert loss_mask(acted).tolist() == [0, 1, 0, 1, 0] and loss_mask(acted, 4).tolist() == [0, 0, 0, 1, 0]
     assert info_of(SampleRow(versions[:2], acted), "length", 0.5) == (7, 5, 0.5, 3, 4, 1)
     none = replace(done, policy_versions=np.full(5, NO_VERSION, np.int32))
     assert info_of(SampleRow(versions[:2], none), "length", 0.5) == (7, 5, 0.5, NO_VERSION, NO_VERSION, 1)
