@@ -64,7 +64,7 @@ def main() -> None:
             report.look(lambda: look_at_judge(config, folder / "genrm", report), "genrm.model")
         report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
         if config.job == "rl":
-            report.look(lambda: look_at_turns(config, report, tokenizers), "data.chat_template_args")
+            report.look(lambda: look_at_turns(config, report, tokenizers, rows), "data.chat_template_args")
         if question["traces"] or not plenty(config, report.facts):
             look_at_memory(config, report)
         return rows
@@ -147,14 +147,16 @@ def look_at_workflow(config: RunConfig) -> None:
     open_workflow(config.rollout.workflow)
 
 
-def look_at_turns(config: RunConfig, report: Report, tokenizers: Sequence[Any]) -> None:
-    """What the chat template rewrites of earlier turns, where a sample may have several."""
-    from rondo.roles.data.chat import rewrites
+def look_at_turns(config: RunConfig, report: Report, tokenizers: Sequence[Any], rows: Sequence[Row]) -> None:
+    """What the chat template rewrites of earlier turns, where a sample may have several; with the tools of a row that has any."""
+    from rondo.roles.data.chat import Chat, rewrites
 
     rollout, single = config.rollout, type(config.rollout).model_fields["workflow"].default
     if rollout.workflow == single or not config.data.apply_chat_template or not tokenizers:
         return
-    if found := rewrites(tokenizers[0], config.data.chat_template_args):
+    row = Row("the template", "U", None, {}, tools=next((each.tools for each in rows if each.tools), ()))
+    chat = Chat.of(tokenizers[0], row, config.data)
+    if chat is not None and (found := rewrites(chat)):
         report.add(
             "note",
             f"the chat template rewrites what came before behind {', and behind '.join(found)}: a turn that follows is a row of "

@@ -9,8 +9,9 @@ prompt (`prompts.py`). Imports neither torch nor transformers: the tokenizer is 
 
 A template *extends* where the conversation with a reply and what follows begins with the text that the reply was sampled behind,
 and the reply. Then the tokens of the rest alone are new. Many always do; others rewrite earlier turns, as Qwen3's, which leaves
-out their thinking once a user speaks again. That is looked at with a letter in the place of all that was said, since what
-templates look at is who speaks, and whether a reply has thoughts. So spaces that a template takes off a reply are no rewriting.
+out their thinking once a user speaks again, and Mistral's, which writes the tools in front of the last user's words. That is
+looked at with a letter in the place of all that was said, since what templates look at is who speaks, what is called, and whether
+a reply has thoughts. So spaces that a template takes off a reply, or sets in front of it, are no rewriting.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rondo.roles.data.datasets import Row, RowError
-from rondo.roles.data.prompts import messages_of, template_args
+from rondo.roles.data.prompts import messages_of, of_text, template_args
 
 if TYPE_CHECKING:
     from rondo.roles.config import DataConfig
@@ -51,24 +52,39 @@ class Chat:
     def prompt(self, messages: Sequence[Message]) -> str:
         """The conversation up to where the policy goes on. RowError for messages that the template does not take."""
         try:
-            return str(self.tokenizer.apply_chat_template(list(messages), tokenize=False, **self.args))
+            written = self.tokenizer.apply_chat_template([*map(of_text, messages)], tokenize=False, **self.args)
         except Exception as error:  # whatever the template makes of somebody's messages is about these
             raise RowError(
                 f"{self.name}: what is said must suit the chat template, got {type(error).__name__}: {error}. Correct it"
             ) from error
+        return str(written)
 
     def behind(self, before: Sequence[Message], said: Sequence[Message]) -> str | None:
         """The text that follows the last reply, which ends `before`, where these messages come next; None where the template does
-        not extend."""
+        not extend. RowError where it leaves out what they say."""
         stand_ins = [_stand_in(message) for message in before]
-        start = self.prompt(stand_ins[:-1]) + stand_ins[-1]["content"]
+        start, reply = self.prompt(stand_ins[:-1]), stand_ins[-1]["content"]
         whole = self.prompt([*stand_ins, *said])
-        return whole[len(start) :] if whole.startswith(start) else None
+        for at, each in enumerate(said):
+            other = {**each, "content": f"{each.get('content')}U"}
+            if whole == self.prompt([*stand_ins, *said[:at], other, *said[at + 1 :]]):
+                raise RowError(
+                    f"{self.name}: what is said must suit the chat template, which leaves out what a message of role "
+                    f"{each['role']!r} says. Say it in another role"
+                )
+        behind = whole[len(start) :].lstrip() if whole.startswith(start) else ""
+        return behind[len(reply) :] if behind.startswith(reply) else None
 
 
-def rewrites(tokenizer: Any, args: Mapping[str, Any]) -> list[str]:
+def rewrites(chat: Chat) -> list[str]:
     """What a template does not extend behind, in words; empty where it always does. What it cannot render is left out."""
-    chat = Chat(tokenizer, "the template", (), {**args, "add_generation_prompt": True})
+
+    def is_rewritten(before: Sequence[Message], role: str) -> bool:
+        try:
+            return chat.behind(before, [_message(role, "U")]) is None
+        except RowError:
+            return False
+
     found = []
     try:
         opens = chat.prompt([_message("user", "U")]).rstrip().endswith("<think>")
@@ -77,13 +93,9 @@ def rewrites(tokenizer: Any, args: Mapping[str, Any]) -> list[str]:
     for thought in (_CLOSED,) if opens else (_PLAIN, _THOUGHT):
         for role in ("user", "tool"):
             before = [_message("user", "U"), _message("assistant", thought)]
-            try:
-                # A second time, since what is said last decides what becomes of all replies.
-                twice = [*before, _message("tool", "U"), _message("assistant", _CLOSED if opens else _PLAIN)]
-                known = [chat.behind(each, [_message(role, "U")]) for each in (before, twice)]
-            except RowError:
-                continue
-            if None in known:
+            # A second time, since what is said last decides what becomes of all replies.
+            twice = [*before, _message("tool", "U"), _message("assistant", _CLOSED if opens else _PLAIN)]
+            if is_rewritten(before, role) or is_rewritten(twice, role):
                 thinking = " with thoughts" if thought != _PLAIN else ""
                 found.append(f"a reply{thinking} that a message of role {role!r} follows")
     return found
@@ -101,11 +113,12 @@ def check_text(name: str, messages: Sequence[Message]) -> None:
 
 def _stand_in(message: Message) -> dict[str, Any]:
     text = message.get("content")
-    if message["role"] == "assistant":
-        if not isinstance(text, str) or "</think>" not in text:
-            return _message("assistant", _PLAIN)
-        return _message("assistant", _THOUGHT if "<think>" in text else _CLOSED)  # the prompt may have opened them
-    return {**message, "content": "U"}
+    if text is None:  # calls alone
+        return dict(message)
+    content = "U" if message["role"] != "assistant" else _PLAIN
+    if content == _PLAIN and "</think>" in text:
+        content = _THOUGHT if "<think>" in text else _CLOSED  # the prompt may have opened them
+    return {**message, "content": content}
 
 
 def _message(role: str, content: str) -> dict[str, Any]:

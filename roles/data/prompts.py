@@ -12,6 +12,7 @@ arguments and limit; so they see the same tokens and leave out the same rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -98,7 +99,7 @@ def messages_of(row: Row, config: DataConfig) -> list[dict[str, Any]]:
 def _shown(row: Row, messages: list[dict[str, Any]], config: DataConfig) -> list[dict[str, Any]]:
     if config.system is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system}, *messages]
-    return messages if row.media else [_of_text(message) for message in messages]
+    return messages if row.media else [of_text(message) for message in messages]
 
 
 def as_shown(
@@ -161,7 +162,7 @@ def encode_answer(tokenizer: Any, row: Row, config: DataConfig) -> tuple[Row, np
     the label, or without a column for it the prompt's last message, which is the assistant's."""
     answer = row.label
     if config.label is None and not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant":
-        answer = _of_text(row.prompt[-1]).get("content")
+        answer = of_text(row.prompt[-1]).get("content")
         row = replace(row, prompt=row.prompt[:-1])
     return row, answer_tokens(tokenizer, row, answer)
 
@@ -188,9 +189,9 @@ def _beyond(text: str, num_tokens: int, config: DataConfig) -> RowError | Fatal:
     return TooLong(text, num_tokens)
 
 
-def _of_text(message: dict[str, Any]) -> dict[str, Any]:
+def of_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with parts of text alone as one text, which every template takes."""
     parts = message.get("content")
     if not isinstance(parts, list) or any(part.get("type") != "text" for part in parts):
-        return message
+        return dict(message)
     return {**message, "content": "".join(part["text"] for part in parts)}

@@ -489,6 +489,20 @@ def test_a_workflow_that_cannot_be_loaded_or_called_is_told(make: Make, tmp_path
     ]
 
 
+def test_a_template_that_rewrites_earlier_turns_is_told_also_where_only_tools_make_it(make: Make) -> None:
+    tokenizer, row = build_tokenizer(), Row("row 9", "2+2?", 4, {}, tools=[{"name": "add"}])
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if loop.last %}{{ tools or '' }}{% endif %}{{ m.content }}</s>{% endfor %}"
+    )
+    chats = make("rollout.workflow=m:f", "rollout.max_rows=3", "data.apply_chat_template=true")
+    single = make("data.apply_chat_template=true")
+    for config, rows, told in ((chats, [], 0), (chats, [row], 1), (single, [row], 0)):
+        report = check_child.Report()
+        check_child.look_at_turns(config, report, [tokenizer], rows)
+        assert len(report.findings) == told
+        assert all("of which a sample may have 3 (rollout.max_rows)" in each.text for each in report.findings)
+
+
 def tried(config: RunConfig) -> list[tuple[str, str]]:
     """(level, text) of what the look at the reward finds."""
     report, rows = check_child.Report(), [Row(f"row {label}", "p", label, {}) for label in "12"]

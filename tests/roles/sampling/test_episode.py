@@ -13,7 +13,7 @@ import pytest
 from rondo.comm.bus.group import NO_VERSION
 from rondo.models.tiny.tokenizer import END_OF_TURN, build_tokenizer
 from rondo.roles.config import DataConfig
-from rondo.roles.data.chat import Chat, rewrites
+from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.prompts import render_prompt
 from rondo.roles.engines.engine import Completion, Request, SamplingParams
@@ -33,11 +33,6 @@ THINKING = (
     "{% else %}{{ m.content }}{% endif %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """As Qwen3's: thoughts of earlier replies go once a user speaks again."""
-OPENING = THINKING.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}").replace(
-    "{% else %}{{ m.content }}",
-    "{% else %}{{ ('<think>\n' if m.role == 'assistant' and '<think>' not in m.content else '') ~ m.content }}",
-)
-"""As Qwen3's of the models that always think: the prompt begins the thoughts."""
 TRIMMING = (
     "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content | trim }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
@@ -182,23 +177,6 @@ async def test_a_conversation_of_turns_has_the_tokens_that_the_template_gives_th
     [row] = line.made().rows
     text = tokenizer.apply_chat_template(line.messages, tokenize=False)
     assert tokenizer.decode([*row.prompt.tolist(), *row.completion.tokens.tolist()]) == text.rstrip("\n")
-
-
-def test_what_a_template_rewrites_is_known_before_the_run() -> None:
-    found = {name: rewrites(each, {}) for name, each in TOKENIZERS.items()}
-    assert found == {
-        "plain": [], "trim": [], "thinking": ["a reply with thoughts that a message of role 'user' follows"],
-    }  # fmt: skip
-    assert rewrites(tokenizer_with(OPENING), {}) == found["thinking"]
-
-
-async def test_thoughts_that_the_prompt_opens_are_no_rewriting() -> None:
-    chat = Chat.of(tokenizer_with(OPENING), ROW, DATA)
-    assert chat is not None
-    before = [*chat.begin, {"role": "assistant", "content": "why\n</think>\n\n4"}]
-    said = [{"role": "tool", "content": "42"}]
-    assert chat.behind(before, said) == ("<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n<think>\n")
-    assert chat.behind(before, [{"role": "user", "content": "42"}]) is None
 
 
 async def test_a_template_that_rewrites_gets_a_row_for_the_turn_or_ends_the_run_where_there_is_room_for_one() -> None:
