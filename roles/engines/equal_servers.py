@@ -6,13 +6,14 @@ asked (`scoring_servers.py`, `rewards/genrm.py`), nor HTTP (`sglang/client.py`).
     servers = EqualServers(lambda: clients, what="teacher", num_calls=64, deadline_s=3600)
     answer = await servers.ask(lambda client: client.post("/generate", body, deadline_s=300))
 
-Invariant: a call ends with an answer, with ConfigError where a server refuses it, or with PeerGone where none answers in time. A
-server that fails for itself, or for a moment, is asked again, and the others meanwhile.
+Invariant: a call ends with an answer, with ConfigError where a server refuses it, or with PeerGone where none answers in time,
+also while it waits for room. A server that fails for itself, or for a moment, is asked again, and the others meanwhile.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
@@ -28,13 +29,23 @@ _PAUSE_S, _LONGEST_PAUSE_S = 0.1, 5.0
 
 class EqualServers:
     """`clients` are those that are there now, as far as is known; a call goes to the one with the fewest under way, of those that
-    it has not failed at since all have had it. `num_calls` are made at a time, the others wait. `what` they are, for messages."""
+    it has not failed at since all have had it. `num_calls` are made at a time, the others wait. `what` they are, for messages.
+    `settings` name them: a call that one refuses for its key, path or model ends at once. None: they come and go, and whoever
+    listens where one was says nothing of the others."""
 
     def __init__(
-        self, clients: Callable[[], Sequence[SGLangClient]], *, what: str, num_calls: int, deadline_s: float
+        self,
+        clients: Callable[[], Sequence[SGLangClient]],
+        *,
+        what: str,
+        num_calls: int,
+        deadline_s: float,
+        settings: str | None = None,
     ) -> None:
-        self._clients, self._what, self._deadline_s = clients, what, deadline_s
+        self._clients, self._what, self._deadline_s, self._settings = clients, what, deadline_s, settings
         self._room = asyncio.Semaphore(num_calls)
+        self._answered, self._last = 0.0, "nothing"
+        """When one of them last took a call, on the monotonic clock, and what the last one that did not said."""
         self._busy = Counter[SGLangClient]()
         self.num_waiting = self.num_failed = 0
         """Calls that wait for room now; tries that failed until now."""
@@ -46,41 +57,65 @@ class EqualServers:
 
     async def ask(self, call: Callable[[SGLangClient], Awaitable[T]]) -> T:
         """What `call` returns for one of them."""
-        pause_s, last, tried = _PAUSE_S, "no server", set[SGLangClient]()
-        peer = ", ".join(client.url for client in self._clients()) or self._what
-        self.num_waiting += 1
+        began, peer = time.monotonic(), ", ".join(client.url for client in self._clients()) or self._what
         try:
-            await self._room.acquire()
-        finally:
-            self.num_waiting -= 1
-        try:
-            async with waiting(self._what, peer=peer, deadline_s=self._deadline_s):
-                while True:
-                    every = self._clients()
-                    # One that is gone fails at once, and so has the fewest under way.
-                    left = [client for client in every if client not in tried]
-                    if not left:
-                        left, tried = list(every), set()
-                    if left:
-                        client = min(left, key=lambda each: self._busy[each])
-                        tried.add(client)
-                        try:
-                            return await self._call(client, call)
-                        except DeadlineExceeded as error:
-                            last = str(error)
-                        except RondoError as error:
-                            if fault_of(error) == "request":
-                                raise ConfigError(f"a {self._what} must take what it is asked, got: {error}") from error
-                            last = str(error)
-                        self.num_failed += 1
-                    await asyncio.sleep(pause_s)
-                    pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            await self._enter(peer)
+            try:
+                # Where none answers, who waited for room until now has no more time than who was asking.
+                left_s = max(began, self._answered) + self._deadline_s - time.monotonic()
+                async with waiting(self._what, peer=peer, deadline_s=left_s):
+                    return await self._asked(call)
+            finally:
+                self._room.release()
         except DeadlineExceeded as error:
             raise PeerGone(
-                f"a {self._what} must answer within {self._deadline_s:g} s, got at last: {last}. See {peer}"
+                f"a {self._what} must answer within {self._deadline_s:g} s, got at last: {self._last}. See {peer}"
             ) from error
+
+    async def _enter(self, peer: str) -> None:
+        """Waits for room, as long as others are answered."""
+        self.num_waiting += 1
+        try:
+            name, moved = f"room at a {self._what}", lambda: self._answered
+            async with waiting(name, peer=peer, deadline_s=self._deadline_s, moved=moved):
+                await self._room.acquire()
         finally:
-            self._room.release()
+            self.num_waiting -= 1
+
+    async def _asked(self, call: Callable[[SGLangClient], Awaitable[T]]) -> T:
+        pause_s, tried = _PAUSE_S, set[SGLangClient]()
+        while True:
+            every = self._clients()
+            # One that is gone fails at once, and so has the fewest under way.
+            left = [client for client in every if client not in tried]
+            if not left:
+                left, tried = list(every), set()
+            if left:
+                client = min(left, key=lambda each: self._busy[each])
+                tried.add(client)
+                try:
+                    found = await self._call(client, call)
+                    self._answered = time.monotonic()
+                    return found
+                except DeadlineExceeded as error:
+                    self._last = str(error)
+                except RondoError as error:
+                    self._refused(error)
+                    self._last = str(error)
+                self.num_failed += 1
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _refused(self, error: RondoError) -> None:
+        """Raises ConfigError where asking again would change nothing."""
+        fault = fault_of(error)
+        if fault == "request":
+            self._answered = time.monotonic()
+            raise ConfigError(f"a {self._what} must take what it is asked, got: {error}") from error
+        if fault == "engine" and hasattr(error, "status") and self._settings is not None:
+            raise ConfigError(
+                f"a {self._what} must be where the settings say, with that key and model, got: {error}. Correct {self._settings}"
+            ) from error
 
     async def _call(self, client: SGLangClient, call: Callable[[SGLangClient], Awaitable[T]]) -> T:
         self._busy[client] += 1

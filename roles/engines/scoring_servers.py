@@ -27,6 +27,7 @@ from rondo.roles.engines.sglang.client import SGLangClient, read_key
 from rondo.runtime.errors import ProtocolError
 
 Api = Literal["sglang", "vllm"]
+_SETTINGS = "distillation.teacher.urls, .api_key_file, .served_model or .api"
 _MODEL = "distillation.teacher.served_model, or another dialect in distillation.teacher.api"
 Compared = tuple[np.ndarray, np.ndarray]
 """Ids int32 [R, K] and log-probs float32 [R, K]."""
@@ -47,7 +48,9 @@ class ScoringServers:
         num_calls: int = 64,
     ) -> None:
         self._clients = [SGLangClient(url, api_key=key) for url in urls]
-        self._servers = EqualServers(lambda: self._clients, what="teacher", num_calls=num_calls, deadline_s=deadline_s)
+        self._servers = EqualServers(
+            lambda: self._clients, what="teacher", num_calls=num_calls, deadline_s=deadline_s, settings=_SETTINGS
+        )
         self._api, self._model, self._call_deadline_s = api, model, call_deadline_s
 
     @classmethod

@@ -37,6 +37,7 @@ from rondo.runtime.values import encode
 
 FOLDER = "genrm"
 """Of the run directory: where each process of the role says at which address it serves."""
+_SETTINGS = "genrm.urls, genrm.api_key_file or genrm.served_model"
 _SEED = 1 << 31
 _SETTLED_NS = 2_000_000_000
 Clients = Callable[[], Sequence[SGLangClient]]
@@ -54,6 +55,7 @@ class GenrmStats:
     """Answers that had no verdict, each asked for again while there are retries."""
     failed_calls: int = 0
     prompt_tokens: int = 0
+    """These two of answers that say how many."""
     answer_tokens: int = 0
     answer_s: float = 0.0
     asking: int = 0
@@ -109,8 +111,9 @@ class Genrm:
             self.clients = lambda: attached
         self._model = config.served_model or (None if config.urls else "default")
         self._servers = EqualServers(
-            self.clients, what="judge", num_calls=config.num_calls, deadline_s=config.deadline_s
-        )
+            self.clients, what="judge", num_calls=config.num_calls, deadline_s=config.deadline_s,
+            settings=_SETTINGS if config.urls else None,
+        )  # fmt: skip
         own = ("per", "prompt", "template", "system", "tag", "bounds", "parse", "components")
         self._functions = UserFunction(
             "rondo.roles.rewards.verdicts:open_verdicts",
@@ -228,7 +231,7 @@ class Genrm:
             told = await client.post(path, body | {"model": self._model}, deadline_s=config.call_deadline_s)
             try:
                 said, usage = told["choices"][0]["message"]["content"] or "", told.get("usage") or {}
-                asked, answered = (int(usage.get(f"{kind}_tokens", 0)) for kind in ("prompt", "completion"))
+                asked, answered = (int(usage.get(f"{kind}_tokens") or 0) for kind in ("prompt", "completion"))
                 return str(said), asked, answered, time.monotonic() - started
             except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
                 raise ProtocolError(

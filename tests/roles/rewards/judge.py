@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-Answer = Callable[[dict[str, Any]], str | int]
-"""What is said to a request's body, or the status that refuses it."""
+Answer = Callable[[dict[str, Any]], str | int | dict[str, Any]]
+"""What is said to a request's body, the status that refuses it, or all that is answered."""
 
 
 @contextmanager
@@ -30,6 +30,9 @@ def judging(answer: Answer) -> Iterator[tuple[str, list[dict[str, Any]]]]:
             said = answer(body)
             if isinstance(said, int):
                 self._tell(said, {"error": {"message": "no"}})
+                return
+            if isinstance(said, dict):
+                self._tell(200, said)
                 return
             usage = {"prompt_tokens": 7, "completion_tokens": 2}
             self._tell(200, {"choices": [{"message": {"role": "assistant", "content": said}}], "usage": usage})

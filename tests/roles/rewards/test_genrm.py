@@ -74,6 +74,26 @@ async def test_what_a_judge_refuses_or_never_answers_is_an_error_of_its_response
     assert "a judge must answer within 0.05 s" in (unanswered.error or "")
 
 
+async def test_a_judge_that_is_not_what_the_settings_say_is_asked_once() -> None:
+    with judging(lambda body: int(said(body))) as (url, asked):
+        async with opened(url) as judge:  # its deadline is ten minutes
+            refused = await judge.score([item("401"), item("403"), item("404")])
+    assert len(asked) == 3
+    for status, result in zip((401, 403, 404), refused, strict=True):
+        words = f"got HTTP {status}: no. Correct genrm.urls, genrm.api_key_file or genrm.served_model"
+        assert words in (result.error or "") and result.score is None and not result.timed_out
+
+
+async def test_an_answer_that_does_not_say_how_long_it_is_is_one() -> None:
+    yes = {"choices": [{"message": {"content": "yes"}}]}
+    told = iter((yes, yes | {"usage": {"prompt_tokens": None, "completion_tokens": None}}))
+    with judging(lambda _: next(told)) as (url, asked):
+        async with opened(url, num_calls=1) as judge:
+            assert scores(await judge.score([item("a"), item("b")])) == [1.0, 1.0] and len(asked) == 2
+            stats = judge.stats()
+    assert (stats.answers, stats.prompt_tokens, stats.answer_tokens) == (2, 0, 0)
+
+
 async def test_a_group_is_one_question_and_a_pair_is_one_each() -> None:
     def better(body: dict[str, Any]) -> str:
         first, second = said(body).split("<")
