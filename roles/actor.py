@@ -290,7 +290,8 @@ class ActorRole(TrainableRole):
         ctx, job, trainer = self._ctx, self._job, self._trainer
         if job.config.sft is not None:
             with ctx.span("warm up"):
-                beside = functools.partial(backend_of, trainer.model, job.config.sft, beside=trainer)
+                balance = trainer.objective.balance
+                beside = functools.partial(backend_of, trainer.model, job.config.sft, beside=trainer, balance=balance)
                 if not await run_warm_up(ctx, job.config, job.model_path, beside, every=_WARM_UP_RECORD):
                     return None
         if job.config.needs_initial and job.config.sft is not None:

@@ -117,8 +117,7 @@ class TrainConfig(OptimizerConfig):
     """Of a mixture of experts: every token goes to recorded experts, with weights of the trainer's own. "r3": those that the
     engine sampled it with. "r2": those of the forward behind its old log-probs, actor_fwd's or the trainer's first in a step."""
     router_aux_loss_coef: float = Field(0.0, ge=0)
-    """Weight of the load-balancing loss of transformers and the Switch Transformer, of each micro-batch of a process;
-    of steps over samples, not of a warm-up."""
+    """Weight of the load-balancing loss of transformers and the Switch Transformer, of each micro-batch of a process."""
     router_bias_update_rate: float = Field(0.0, ge=0)
     """Of a model whose routers have a correction bias: what an optimizer step adds to that of experts with less than the mean of
     all tokens of the update, and takes from the others'."""

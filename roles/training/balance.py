@@ -44,8 +44,8 @@ class Balance:
     def __init__(self, model: Any, train: TrainConfig, routing: Routing, *, over_ranks: bool = False) -> None:
         self.routing = routing
         self._num_layers = len(routers_of(model))
-        self._learns, self._rate, self._over_ranks = (
-            train.router_aux_loss_coef > 0,
+        self.coefficient, self._rate, self._over_ranks = (
+            train.router_aux_loss_coef,
             train.router_bias_update_rate,
             over_ranks,
         )
@@ -72,7 +72,7 @@ class Balance:
 
     def hears(self, packed: PackedBatch, *, records: bool = False) -> Heard:
         """What a forward of `packed` is to tell."""
-        return Heard(packed.counted, records=records, watches=True, learns=self._learns)
+        return Heard(packed.counted, records=records, watches=True, learns=self.coefficient > 0)
 
     def begin(self, update: int) -> None:
         """What comes is of this update of the step."""

@@ -104,7 +104,7 @@ class PolicyObjective:
     ) -> None:
         self._algorithm = config.loss()
         self._config, self._packing, self._device, self._over_ranks = config, packing, device, over_ranks
-        self._balance = balance
+        self.balance = balance
         self._computes_reference = config.computes_reference
         self.forget()
 
@@ -118,8 +118,8 @@ class PolicyObjective:
         self._constants: dict[str, float] = {}
         self._routes: dict[Key, np.ndarray] = {}  # row -> routes of its first forward of the step
         self._last: tuple[Sequence[TrainRow], Use, Callable[[], torch.Tensor], Told | None] | None = None
-        if self._balance is not None:
-            self._balance.forget()
+        if self.balance is not None:
+            self.balance.forget()
 
     def whiten(self, parts: Sequence[Contribution]) -> None:
         """Bring the advantages of the step to mean 0 and deviation 1. parts: of every row of all ranks, once."""
@@ -155,8 +155,8 @@ class PolicyObjective:
         self._scored = []
 
     def sums(self, model: Any, rows: Sequence[TrainRow], use: Use) -> LossSums:
-        if self._balance is not None:
-            self._balance.begin(use.update)
+        if self.balance is not None:
+            self.balance.begin(use.update)
         if not rows:
             self._of_base(model, [self._dummy_row()], use)
             return self._sums_of(model, [self._dummy_row()])[0].weightless()
@@ -187,7 +187,7 @@ class PolicyObjective:
         found |= self._constants
         if self._over_ranks:
             self._gap.reduce(self._device)
-        routers = {} if self._balance is None else self._balance.figures()
+        routers = {} if self.balance is None else self.balance.figures()
         return found | self._gap.metrics() | routers
 
     def _prepared(self, rows: Sequence[TrainRow], use: Use) -> Sequence[TrainRow]:
@@ -223,9 +223,9 @@ class PolicyObjective:
         """The undivided loss of some rows, the log-probs of their response tokens behind each other, detached, and their routes
         where those are needed once more. Without a use, rows are a dummy's."""
         packed, heard, told = self._packed(rows), None, None
-        if self._balance is not None:
+        if self.balance is not None:
             again = use is not None and use.passes == 0 and self._config.train.epochs > 1
-            heard = self._balance.hears(packed, records=again and self._records(rows))
+            heard = self.balance.hears(packed, records=again and self._records(rows))
         ids = self._ids([row.compared_ids for row in rows])
         samples = _samples(rows, use)
         found = self._scores(model, packed, with_entropy=True, heard=heard, ids=ids)
@@ -245,12 +245,12 @@ class PolicyObjective:
             beside=self._taught(rows, found, ids),
             kinds=self._kinds([own[0] for own, _ in samples]),
         )
-        if self._balance is not None and heard is not None:
+        if self.balance is not None and heard is not None:
             if use is not None:
-                self._balance.add(heard)
+                self.balance.add(heard)
             told = self._told(packed, heard) if heard.records else None
             if self._config.train.router_aux_loss_coef:
-                sums = self._balanced(sums, self._balance.loss(heard))
+                sums = self._balanced(sums, self.balance.loss(heard))
         return sums, log_probs.detach(), told
 
     def _balanced(self, sums: LossSums, loss: torch.Tensor) -> LossSums:
@@ -268,8 +268,8 @@ class PolicyObjective:
 
     def _told(self, packed: PackedBatch, heard: Heard) -> Told:
         """The routes of every row, on their way to the CPU."""
-        assert self._balance is not None
-        told = on_its_way(heard.routes(self._balance.routing))
+        assert self.balance is not None
+        told = on_its_way(heard.routes(self.balance.routing))
         return lambda: packed.of_sequences(told().numpy())
 
     def _taught(self, rows: Sequence[TrainRow], found: Scores, ids: torch.Tensor | None) -> losses.Beside | None:

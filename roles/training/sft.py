@@ -31,6 +31,7 @@ from rondo.roles.data.datasets import Row, Rows
 from rondo.roles.data.prompts import check_demonstration, encode_answer, render_prompt, without_media_section
 from rondo.roles.data.turns import encode_turns
 from rondo.roles.training.backend import Backend, Use, make_ready, open_model
+from rondo.roles.training.balance import Balance
 from rondo.roles.training.determinism import seed
 from rondo.roles.training.supervised import Learning
 
@@ -58,9 +59,10 @@ class Demonstration:
 
 class AnswerLoss:
     """The objective: minus the log-probs of answer tokens, in nats, over their number. Where no gradient is asked for it tells
-    the share of them that the model finds likeliest, too."""
+    the share of them that the model finds likeliest, too. balance: of a mixture of experts, whose load-balancing loss it adds."""
 
-    def __init__(self, model: Any, chunk_tokens: int) -> None:
+    def __init__(self, model: Any, chunk_tokens: int, balance: Balance | None = None) -> None:
+        self._balance = balance if balance is not None and balance.coefficient else None
         self._packing, self._chunk = Packing.of(model), chunk_tokens
         self._device = next(model.parameters()).device
 
@@ -68,14 +70,20 @@ class AnswerLoss:
         chosen = rows or [Demonstration(Packable(np.zeros(2, np.int32), 1), np.ones(1, np.uint8))]
         packed = self._packing.pack([row.sequence for row in chosen], train=True).to(self._device)
         mask = torch.from_numpy(np.concatenate([row.mask for row in chosen])).to(self._device, torch.float32)
-        found = response_scores(model, packed, chunk_tokens=self._chunk, top_k=0 if torch.is_grad_enabled() else 1)
+        learns = torch.is_grad_enabled()
+        heard = self._balance.hears(packed) if self._balance is not None and learns else None
+        found = response_scores(model, packed, chunk_tokens=self._chunk, top_k=0 if learns else 1, heard=heard)
         counts = {
             "tokens": mask.sum(dtype=torch.float64),
             "samples": torch.tensor(len(rows), dtype=torch.float64, device=self._device),
         }
         if found.top_ids is not None:
             counts["token_accuracy"] = (mask * (found.top_ids[:, 0] == packed.targets)).sum(dtype=torch.float64)
-        sums = LossSums(-(found.log_probs * mask).sum().double(), counts)
+        loss = -(found.log_probs * mask).sum().double()
+        if self._balance is not None and heard is not None:
+            evens = self._balance.loss(heard).double() * counts["tokens"]
+            loss, counts["router_aux_loss"] = loss + self._balance.coefficient * evens, evens.detach()
+        sums = LossSums(loss, counts)
         return sums if rows else sums.weightless()
 
     def measure(self) -> None:
@@ -97,7 +105,8 @@ def open_sft(config: JobConfig, path: str, *, world_size: int, device: str) -> B
     seed(config.seed, mesh.rank)
     model, _ = open_model(config, path, mesh, device=device)
     assert config.sft is not None
-    return backend_of(make_ready(model, config.train), config.sft, mesh=mesh, train=config.train)
+    balance = Balance.of(model, config.train) if config.train.router_aux_loss_coef else None
+    return backend_of(make_ready(model, config.train), config.sft, mesh=mesh, train=config.train, balance=balance)
 
 
 def backend_of(
@@ -107,9 +116,10 @@ def backend_of(
     mesh: Mesh | None = None,
     train: TrainConfig = TrainConfig(),  # noqa: B008  # frozen
     beside: Backend[Any] | None = None,
+    balance: Balance | None = None,
 ) -> Backend[AnswerLoss]:
     """Over a model that is cut over `mesh`, with an optimizer of its own (collective without `beside`, whose model it is)."""
-    objective = AnswerLoss(model, config.log_prob_chunk_tokens)
+    objective = AnswerLoss(model, config.log_prob_chunk_tokens, balance)
     return Backend(
         model, objective, config, num_steps=config.steps, mesh=mesh, offload=train.offload_optimizer,
         scales=train.dtype == "float16", beside=beside,

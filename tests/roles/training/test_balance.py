@@ -13,10 +13,13 @@ import transformers as hf
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from rondo.models.packing import Packing, pack
+from rondo.models.packing import Sequence as Packable
 from rondo.models.routing import listen, routers_of
 from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.config import JobConfig
+from rondo.roles.training.backend import Use
 from rondo.roles.training.objective import TrainRow
+from rondo.roles.training.sft import Demonstration, backend_of
 from rondo.runtime.errors import ConfigError
 from tests.models.builders import SIZES, folder_of
 from tests.roles.training.test_backend import Policy, job, rows, trainer
@@ -74,6 +77,26 @@ def test_the_load_balancing_loss_and_its_gradient_are_those_of_transformers(
             expected = coefficient * len(batch) * parameter.grad  # undivided, as the loss of four samples is
             torch.testing.assert_close(found[name], expected, atol=2e-5, rtol=1e-4)
     assert metrics["loss"] == pytest.approx(plain.finish(0)[0]["loss"] + coefficient * float(loss.detach()), abs=1e-5)
+
+
+def test_a_warm_up_adds_the_load_balancing_loss_as_a_step_does(mixture: str) -> None:
+    coefficient, batch, use = 0.5, rows(3, num_rows=4), Use(0, 0, 0, [[i, 0, 0, 1] for i in range(4)])
+    shown = [Demonstration(Packable(row.tokens, len(row.mask)), np.ones(len(row.mask), np.uint8)) for row in batch]
+    made = trainer(with_train(mixture, router_aux_loss_coef=coefficient), mixture)
+    config = made.objective._config.sft
+    assert config is not None
+    plain, evened = (
+        backend_of(made.model, config, beside=made, balance=balance).objective.sums(made.model, shown, use)
+        for balance in (None, made.objective.balance)
+    )
+    steps = made.objective.sums(made.model, batch, use).sums
+    loss = steps["router_aux_loss"] / steps["tokens"]
+    assert float(evened.sums["router_aux_loss"] / evened.sums["tokens"]) == pytest.approx(float(loss), abs=1e-6)
+    added = float((evened.loss - plain.loss).detach() / plain.sums["tokens"])
+    assert added == pytest.approx(coefficient * float(loss), abs=1e-5) and "router_aux_loss" not in plain.sums
+    gates = [router.weight for router in routers_of(made.model).values()]
+    grads = [torch.autograd.grad(each.loss, gates) for each in (evened, plain)]
+    assert all(not torch.equal(one, other) for one, other in zip(*grads, strict=True))
 
 
 def test_metrics_of_routers_are_of_a_whole_step_however_it_is_cut(mixture: str) -> None:
