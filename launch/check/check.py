@@ -43,6 +43,7 @@ from rondo.launch.groups import TRAINED
 from rondo.launch.machine import folder_problem, num_cores, port_problem, show_bytes
 from rondo.launch.rundir import owner
 from rondo.roles.config import EndpointConfig, SupervisedConfig
+from rondo.roles.config.supervised import unread
 from rondo.roles.engines.sglang.requirements import of_context
 from rondo.roles.streams import media_bytes, row_bytes, sampled_bytes
 from rondo.runtime.admin.tls import server_context
@@ -147,6 +148,11 @@ def _job(config: RunConfig, own: SupervisedConfig, facts: Facts) -> Iterator[Fin
         f"a step trains {own.batch_size} rows on {trains.processes} process(es), in {config.train.dtype}, at most "
         f"{own.micro_batch_tokens} tokens at once"
     )
+    if names := unread(config):
+        yield note(
+            f"job {config.job!r} goes by {config.job} and what train says of the model, and not by {', '.join(names)}. Leave "
+            f"them out, unless they are of a run with job 'rl', and set what is meant in {config.job}"
+        )
     if own.batch_size < trains.processes:
         yield note(
             f"{config.job}.batch_size {own.batch_size} leaves some of {trains.processes} processes without a row, which "

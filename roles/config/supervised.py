@@ -20,6 +20,18 @@ from rondo.runtime.section import FunctionRef, Section
 if TYPE_CHECKING:
     from rondo.roles.config import JobConfig
 
+_OF_SAMPLES = (
+    "max_staleness", "evaluation", "reward", "genrm", "algorithm", "reference", "distillation", "critic", "sft", "dpo",
+)  # fmt: skip
+_OF_STEPS = (
+    "optimizer_steps_per_batch",
+    "epochs",
+    "hot_snapshot",
+    "release_memory",
+    "router_replay",
+    "max_log_prob_gap",
+)
+
 
 class SupervisedConfig(OptimizerConfig):
     """What is learnt from rows with answers, none of which is sampled: a job of its own (`job`), on the actor's processes."""
@@ -193,9 +205,10 @@ def job_is_not_whole(job: JobConfig) -> Iterator[str]:
     if job.own is None:
         yield f"{job.job} must be set with job {job.job!r}, got nothing. Add {job.job}=..."
         return
-    for name in ("router_aux_loss_coef", "router_bias_update_rate"):
+    balances = () if job.job == "sft" else ("router_aux_loss_coef",)
+    for name in (*balances, "router_bias_update_rate"):
         if value := getattr(job.train, name):
-            yield f"train.{name} must be 0 with job {job.job!r}, which balances no experts, got {value:g}. Remove it"
+            yield f"train.{name} must be 0 with job {job.job!r}, which evens out no experts so, got {value:g}. Remove it"
     best, known = job.train.best, ("loss", *(f"eval_{name}" for name in job.own.figures))
     if best is not None and best.metric not in known:
         yield f"train.best.metric must be one of {', '.join(known)} with job {job.job!r}, got {best.metric!r}. Change it"
@@ -204,3 +217,22 @@ def job_is_not_whole(job: JobConfig) -> Iterator[str]:
             f"train.save_every must be a multiple of {job.job}.evaluate_every with train.best, so that checkpoints are "
             f"measured, got {job.train.save_every} and {job.own.evaluate_every}. Change one of them"
         )
+
+
+def unread(job: JobConfig) -> list[str]:
+    """The settings that a job without rollouts has, and does not go by: those of a run of the same settings with job "rl"."""
+    assert job.own is not None
+    own, found = job.own, list[str]()
+    if own.data is not None and job.data != own.data:  # without it that says how prompts of the rows are written
+        found.append("data")
+    filled = without_rollouts({"job": job.job, job.job: own})["rollout"]
+    if getattr(own, "demonstrate", None) is None and job.rollout != type(job.rollout).model_validate(filled):
+        found.append("rollout")
+    others = (
+        name for name in _OF_SAMPLES if name != job.job and name in job.model_fields_set
+        and (getattr(job, name) is not None or name in ("genrm", "distillation"))  # which it has let go
+    )  # fmt: skip
+    trained = (
+        f"train.{name}" for name in (*OptimizerConfig.model_fields, *_OF_STEPS) if name in job.train.model_fields_set
+    )
+    return [*found, *others, *trained]

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from rondo.comm.bus.config import BusConfig
 from rondo.roles.config import JobConfig
 from rondo.roles.config.rollout import SGLangConfig
+from rondo.roles.config.supervised import unread
 from rondo.runtime.section import explain
 
 
@@ -181,8 +182,8 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
             "dpo.margin must be 0 with dpo.loss 'ipo', which has none, got 1.0",
         ),
         (
-            [("job", "sft"), ("train.router_aux_loss_coef", 0.01)],
-            "train.router_aux_loss_coef must be 0 with job 'sft', which balances no experts, got 0.01. Remove it",
+            [("job", "sft"), ("train.router_bias_update_rate", 0.01)],
+            "train.router_bias_update_rate must be 0 with job 'sft', which evens out no experts so, got 0.01. Remove it",
         ),
         ([("job", "sft"), ("sft", None)], "sft must be set with job 'sft', got nothing"),
         ([("job", "sft"), ("sft", 3)], r"sft must be a SftConfig, got 3. Set its fields: sft=SftConfig\("),
@@ -298,6 +299,27 @@ def test_a_job_without_rollouts_needs_its_own_section_alone_and_takes_its_steps_
     with pytest.raises(ValidationError) as caught:
         JobConfig.model_validate(wrong)
     assert {".".join(map(str, item["loc"])) for item in caught.value.errors()} == {"sft.steps", "sft.batch_size"}
+
+
+def test_a_job_without_rollouts_tells_what_it_does_not_go_by() -> None:
+    alone = {"name": "test", "job": "sft", "model": {"path": "m"}}
+    rows = {"data": {"path": "a"}, "steps": 7, "batch_size": 8}
+    assert unread(JobConfig.model_validate(alone | {"sft": rows, "train": {"dtype": "float32", "save_every": 2}})) == []
+    train = {"lr": 0.1, "epochs": 2, "dtype": "float32"}
+    others = {
+        "evaluation": None,
+        "genrm": JUDGE,
+        "critic": {},
+        "dpo": rows | {"data": None, "rows": "m:f"},
+        "rollout": changed()["rollout"],
+        "data": {"path": "b"},
+    }
+    job = JobConfig.model_validate(alone | {"sft": rows, "train": train} | others)
+    assert unread(job) == ["data", "rollout", "genrm", "critic", "dpo", "train.lr", "train.epochs"]
+    assert unread(JobConfig.model_validate(changed(("job", "sft")))) == ["rollout", "evaluation", "reward", "algorithm"]
+    answered = {"demonstrate": "m:f", "steps": 5, "batch_size": 8}
+    answers = JobConfig.model_validate(changed(("job", "sft"), ("sft", answered)))
+    assert unread(answers) == ["evaluation", "reward", "algorithm"]
 
 
 def test_positions_of_media_are_whole_where_sglang_generates_and_what_they_are_elsewhere() -> None:
