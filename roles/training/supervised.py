@@ -8,8 +8,8 @@ as a job of its own (`roles/supervised.py`).
     while (made := learning.step(step)) is not None: ...
 
 Invariant: the loss of a step is a sum over its batch, divided once, so it is the same however the batch is cut into micro-batches
-and ranks. Batches depend on data, seed and `position` alone. A row that cannot be used is left out, told once, and counted; the
-next one of the order takes its place.
+and ranks. Batches depend on data, seed and `position` alone. A row that a rank cannot use is left out by all, told once, and
+counted; the next one of the order takes its place.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -70,10 +71,11 @@ class Learning:
     ) -> None:
         self._backend, self._config = backend, config
         self._places = Cursor(Order(len(data), seed, source.shuffle, source.num_passes), position)
-        self._encoded = _Encoded(lambda index: encode(data.row(index)), config.place)
+        place, agree = config.place, backend.sum_over_ranks
+        self._encoded = _Encoded(lambda index: encode(data.row(index)), place, agree)
         self._held_out = held_out
         self._measured = (
-            _Encoded(lambda index: encode(held_out.row(index)), config.place) if held_out is not None else None
+            _Encoded(lambda index: encode(held_out.row(index)), place, agree) if held_out is not None else None
         )
 
     @property
@@ -146,10 +148,12 @@ class Learning:
 
 
 class _Encoded:
-    """Rows as they are trained, the last ones used kept in memory."""
+    """Rows as they are trained, the last ones used kept in memory. `agree` sums over ranks."""
 
-    def __init__(self, encode_row: Callable[[int], Item], place: str) -> None:
-        self._encode_row, self._place = encode_row, place
+    def __init__(
+        self, encode_row: Callable[[int], Item], place: str, agree: Callable[[Sequence[float]], Sequence[float]]
+    ) -> None:
+        self._encode_row, self._place, self._agree = encode_row, place, agree
         self._kept: OrderedDict[int, Item | None] = OrderedDict()
         self._num_bytes = 0
         self._skipped: set[int] = set()
@@ -161,20 +165,30 @@ class _Encoded:
         return {"skipped": len(self._skipped), **told}
 
     def batch(self, places: Cursor, size: int) -> list[Item]:
-        """The next `size` that can be used; fewer where the last pass ends. Fatal when none of all can."""
+        """The next `size` that every rank can use; fewer where the last pass ends (collective). Fatal when none of all can."""
         batch: list[Item] = []
-        for place in places:
-            item = self._one(place.row)
-            if item is not None:
-                batch.append(item)
-            elif len(self._skipped) == places.order.num_rows:
+        while len(batch) < size and (tried := [place.row for place in islice(places, size - len(batch))]):
+            items = [self._one(row) for row in tried]
+            # A file may be there for some ranks alone: one that went on by itself would hang the others.
+            for row, item, missing in zip(tried, items, self._agree([float(it is None) for it in items]), strict=True):
+                if item is not None and not missing:
+                    batch.append(item)
+                elif item is not None:
+                    self._skip(
+                        row, "a row must be there for every process, got one that another could not use. See its log"
+                    )
+            if len(self._skipped) == places.order.num_rows:
                 raise Fatal(
                     f"{self._place} must have demonstrations that can be used, got none in {len(self._skipped)}; the first: "
                     f"{self._first_skipped}"
                 )
-            if len(batch) == size:
-                break
         return batch
+
+    def _skip(self, row: int, why: str) -> None:
+        if row not in self._skipped:
+            log.warning("demonstration left out: %s", why)
+        self._first_skipped = self._first_skipped or why
+        self._skipped.add(row)
 
     def _one(self, row: int) -> Item | None:
         """None for one that cannot be used."""
@@ -184,10 +198,7 @@ class _Encoded:
         try:
             item: Item | None = self._encode_row(row)
         except RowError as error:
-            if row not in self._skipped:
-                log.warning("demonstration left out: %s", error)
-            self._first_skipped = self._first_skipped or str(error)
-            self._skipped.add(row)
+            self._skip(row, str(error))
             item = None
         self._kept[row] = item
         self._num_bytes += _num_bytes(item)

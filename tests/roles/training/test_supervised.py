@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -11,7 +14,7 @@ import torch
 
 from rondo.models.load import load_model, load_tokenizer
 from rondo.roles.config import DataConfig, SftConfig
-from rondo.roles.data.datasets import open_dataset
+from rondo.roles.data.datasets import RowError, open_dataset
 from rondo.roles.training import sft
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.supervised import Learning
@@ -86,3 +89,44 @@ def test_it_ends_with_the_last_pass_over_the_rows(folder: Path) -> None:  # noqa
     )
     tokens = [made["tokens"] for step in range(3) if (made := ends.step(step)) is not None]
     assert tokens == [30, 30, 15] and ends.step(3) is None
+
+
+class Numbers:
+    """Ten rows, each its own number."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def row(self, index: int) -> Any:
+        return index
+
+
+def test_a_row_that_one_rank_alone_cannot_use_is_left_out_by_all() -> None:
+    """Two ranks, each with a disk of its own, one of which lacks what rows 2 and 5 show."""
+    config = SftConfig(rows="m:f", steps=3, batch_size=4)
+    source = DataConfig(rows="m:f", shuffle=False, num_passes=1)
+    meeting, said = threading.Barrier(2, timeout=60), dict[int, list[float]]()
+
+    def rank(number: int) -> tuple[list[list[Any]], dict[str, Any]]:
+        def summed(values: list[float]) -> list[float]:
+            said[number] = values
+            meeting.wait()
+            total = [sum(both) for both in zip(*said.values(), strict=True)]
+            meeting.wait()
+            return total
+
+        def encode(row: Any) -> Any:
+            if number == 1 and row in (2, 5):
+                raise RowError("no such file")
+            return SimpleNamespace(row=row, num_bytes=0)
+
+        backend: Any = SimpleNamespace(sum_over_ranks=summed)
+        rows: Any = Numbers()
+        found = Learning(backend, encode, rows, None, config, source, seed=0)
+        return [[item.row for item in batch] for batch in found.ahead()], found._encoded.skipped()
+
+    with ThreadPoolExecutor(2) as threads:
+        (one, told), (other, missing) = threads.map(rank, range(2))
+    assert one == other == [[0, 1, 3, 4], [6, 7, 8, 9]]
+    assert (told["skipped"], missing["skipped"]) == (2, 2)
+    assert "another could not use" in told["first_skipped"] and missing["first_skipped"] == "no such file"
