@@ -84,33 +84,24 @@ def fully_async(
     critic_devices: int = 0,
 ) -> tuple[RoleGroup, ...]:
     """A group for each role; 0 replicas leave a scoring role out, 0 processes the critic."""
-    critic = RoleGroup(
-        name="critic",
-        roles=("critic",),
-        processes=critic_processes or 1,
-        threads=critic_threads,
-        devices=critic_devices,
-    )
-    scoring: tuple[tuple[RoleName, int, int, int, int], ...] = (
+    others: tuple[tuple[RoleName, int, int, int, int], ...] = (
         ("reference", reference_replicas, reference_threads, reference_devices, 1),
         ("actor_fwd", actor_fwd_replicas, actor_fwd_threads, actor_fwd_devices, 1),
         ("teacher", teacher_replicas, teacher_threads, teacher_devices, teacher_processes),
         ("genrm", genrm_replicas, genrm_threads, genrm_devices, 1),
+        ("critic", 1 if critic_processes else 0, critic_threads, critic_devices, critic_processes),
     )
     return (
         _replicas("rollout", rollout_replicas, rollout_threads, rollout_devices),
-        RoleGroup(
-            name="actor", roles=("actor",), processes=actor_processes, threads=actor_threads, devices=actor_devices
-        ),
+        _replicas("actor", 1, actor_threads, actor_devices, actor_processes),
         _replicas("advantages", advantages_replicas),
-        *(_replicas(*role) for role in scoring if role[1]),
-        *((critic,) if critic_processes else ()),
+        *(_replicas(*role) for role in others if role[1]),
     )
 
 
 def trainer(*, processes: int = 1, threads: int = 1, devices: int = 0) -> tuple[RoleGroup, ...]:
     """Processes that train and do nothing else, for a `job` without rollouts."""
-    return (RoleGroup(name="actor", roles=("actor",), processes=processes, threads=threads, devices=devices),)
+    return (_replicas("actor", 1, threads, devices, processes),)
 
 
 def _replicas(role: RoleName, replicas: int, threads: int = 1, devices: int = 0, processes: int = 1) -> RoleGroup:

@@ -85,11 +85,6 @@ class PackedBatch:
     # Of each sequence: where the pieces begin that its tokens but the last lie in, and how many those are.
     pieces: tuple[tuple[tuple[int, int], ...], ...] = ()
 
-    @property
-    def waste(self) -> float:
-        """Part of all positions that is padding."""
-        return 1 - self.num_tokens / self.input_ids.numel()
-
     def of_sequences(self, told: np.ndarray) -> list[np.ndarray]:
         """[B * L, ...] by position -> of each sequence [T - 1, ...], of all its tokens but the last; copies."""
         return [np.concatenate([told[at : at + size] for at, size in own]) for own in self.pieces]

@@ -71,10 +71,6 @@ class Meeting(Actor):
         self._epochs.dead(group, incarnation)
         self._tell()
 
-    def num_asking(self) -> int:
-        """How many members wait for an epoch."""
-        return len(self._asking)
-
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()

@@ -52,7 +52,6 @@ GROUP_BLOB = -1
 """Sample number of a row that belongs to a whole prompt group (its media)."""
 
 PAD, RECORD = 2, 3
-_OLDER = 1  # a record as it was written before there were makes: in files that people kept
 _MAGIC = b"RREC"
 HEADER_FIELDS = struct.Struct("<4sIQQQIqq")  # magic, kind, pos, seq, bytes, descriptor bytes, epoch, attempt
 _CRC = struct.Struct("<I8x")  # of the fields and the descriptor
@@ -61,7 +60,6 @@ _GENERATION = struct.Struct("<QQ")  # pos, seq
 _GENERATION_AT = 8
 _JSON = orjson.OPT_SERIALIZE_NUMPY
 _COUNTS = struct.Struct("<II")  # spans, bytes of the make
-_OLDER_COUNTS = struct.Struct("<III")  # spans, lists of lengths, fields of info
 
 # Upper bounds, in bytes. A shape of 4 dimensions below 10**10 has at most 46 as JSON, with its comma; a length has 8.
 _SHAPE_BYTES = 48
@@ -317,10 +315,11 @@ def read_generation(view: memoryview, at: int) -> tuple[int, int]:
 
 
 def read_descriptor(header: Header, raw: bytes) -> Descriptor:
-    """Decode what `read_header` checked. Nothing in it points into the ring any more."""
+    """Decode what `read_header` checked. Nothing in it points into the ring any more. CorruptData for what is no record, or of
+    a kind that older releases wrote."""
     payload = align(len(raw))
-    if header.kind == _OLDER:
-        raw = raw[:HEADER_BYTES] + _today(memoryview(raw)[HEADER_BYTES:])
+    if header.kind != RECORD:
+        raise CorruptData(f"the record at {header.pos} must be of kind {RECORD}, got {header.kind}. Write it anew")
     num_spans, make_bytes = _COUNTS.unpack_from(raw, HEADER_BYTES)
     at = HEADER_BYTES + _COUNTS.size + make_bytes
     make = _decoded(raw[HEADER_BYTES + _COUNTS.size : at])
@@ -353,32 +352,6 @@ def _described(
     make = _made(num_lengths, "".join([each.typecode for each in encoded]), columns)
     said = orjson.dumps([meta or {}, shapes], option=_JSON) if meta or shapes else b""
     return b"".join((_COUNTS.pack(num_spans, len(make)), make, named, *encoded, said))
-
-
-def _today(descriptor: memoryview) -> bytes:
-    """A descriptor of before there were makes: all JSON, or JSON behind numbers of 8 bytes."""
-    numbers: list[Sequence[float | None]] = []
-    if descriptor[:2].tobytes() == b'{"':
-        fields = orjson.loads(descriptor)
-        spans, layouts, meta = fields["spans"], fields["columns"], fields["meta"]
-        for layout in layouts:
-            if type(layout[3]) is list:
-                numbers.append(layout[3])
-                layout[3] = len(numbers) - 1
-            elif layout[3] is not None:  # those of an earlier column
-                layout[3] = layouts[layout[3]][3]
-        num_lengths = len(numbers)
-    else:
-        num_spans, num_lengths, num_info = _OLDER_COUNTS.unpack_from(descriptor)
-        at = _OLDER_COUNTS.size + 32 * num_spans
-        named = descriptor[_OLDER_COUNTS.size : at].cast("q").tolist()
-        spans = [named[i : i + 4] for i in range(0, len(named), 4)]
-        ends = [at + 8 * num_rows(spans) * i for i in range(num_lengths + num_info + 1)]
-        kinds, layouts, meta = orjson.loads(descriptor[ends[-1] :])
-        numbers = [descriptor[a:b].cast(k) for (a, b), k in zip(pairwise(ends), "q" * num_lengths + kinds, strict=True)]
-    columns = tuple([(name, dtype, which) for name, dtype, _, which, *_ in layouts])
-    shapes = [layout[4] for layout in layouts if layout[3] is None]
-    return _described(spans, [layout[2] for layout in layouts], columns, num_lengths, numbers, meta, shapes)
 
 
 @lru_cache(1024)

@@ -34,10 +34,6 @@ class Broadcast:
         self._readers: set[_Reader] = set()
         self._closed = False
 
-    @property
-    def num_readers(self) -> int:
-        return len(self._readers)
-
     def publish(self, record: Record) -> None:
         """Hands a record to every reader; returns at once."""
         for reader in self._readers:

@@ -79,7 +79,6 @@ def test_a_prompt_is_there_once_and_last_tokens_are_not() -> None:
     batch = [Sequence(np.append(prompt, np.arange(n)).astype(np.int32), n) for n in (4, 1, 9)]
     packed = packing.pack(batch)
     assert packed.num_tokens == packed.input_ids.numel() == 30 + 3 + 0 + 8
-    assert packed.waste == 0
     assert packed.responses == (4, 1, 9)
     last_of_prompt = int((packed.input_ids[0] == 30).nonzero())
     first = [int(positions[0]) for positions in packed.positions.split(list(packed.responses))]

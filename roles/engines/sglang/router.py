@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rondo.roles.engines.sglang.client import Moved, ServerError, SGLangClient
-from rondo.roles.engines.sglang.server import AttachedServer, unheard_of, until_there
+from rondo.roles.engines.sglang.server import AttachedServer, until_there
 from rondo.runtime.errors import ConfigError, PeerGone
 
 _ASK_S = 60.0
@@ -69,12 +69,11 @@ class RouterClient(SGLangClient):
         return told[0]
 
 
-class RoutedServers:
+class RoutedServers(AttachedServer):
     """`Server` of a router and the servers behind it, all of which run already."""
 
     def __init__(self, url: str, servers: Sequence[str], *, key: str | None = None) -> None:
-        self.name = url
-        self._key = key
+        super().__init__(url, key=key)
         self._servers = [AttachedServer(server, key=key) for server in servers]
 
     async def start(self, deadline_s: float) -> SGLangClient:
@@ -93,15 +92,6 @@ class RoutedServers:
         client = RouterClient(self.name, [task.result() for task in starting], api_key=self._key)
         await until_there(client, _answers, name=self.name, deadline_s=deadline_s)
         return client
-
-    async def gone(self) -> str:
-        return await unheard_of()
-
-    def workers(self) -> None:
-        return
-
-    async def close(self) -> None:
-        return
 
 
 async def _answers(client: SGLangClient) -> bool:

@@ -279,18 +279,14 @@ class AttachedServer:
         return client
 
     async def gone(self) -> str:
-        return await unheard_of()
+        """Never told: nothing says that it ended but its silence (`silence.py`)."""
+        return await asyncio.get_running_loop().create_future()
 
     def workers(self) -> None:
         return
 
     async def close(self) -> None:
         return
-
-
-async def unheard_of() -> str:
-    """The end of a server that others run: nothing tells of it but its silence (`silence.py`)."""
-    return await asyncio.get_running_loop().create_future()
 
 
 async def until_there(

@@ -283,7 +283,7 @@ async def test_forming_with_a_stopped_member_ends_by_its_deadline_and_names_who_
     world.start(A, B, C)
     await world.ask(C, "fail_while_forming", "first", "stop")
     world.let(C, "join", world.spec(A, B, C), 20.0)
-    await seen(lambda: world.meeting.num_asking() == 1)
+    await seen(lambda: len(world.meeting._asking) == 1)
     # Longer than a look-up of a name takes where no name server answers: torch does one for a client that connects.
     for error in await world.join(world.spec(A, B, C), A, B, limit_s=8.0):
         assert (error["operation"], error["missing"]) == ("form", [C])
@@ -367,13 +367,13 @@ async def test_a_join_that_is_cancelled_leaves_the_meeting_and_no_thread(world: 
     with ActorRef(f"unix:{world.folder}/meeting", token=TOKEN, peer="meeting") as meeting:
         mine = ProcessGroups(address, A, 1, meeting)
         asking = asyncio.create_task(mine.join(spec))
-        await seen(lambda: world.meeting.num_asking() == 1)
+        await seen(lambda: len(world.meeting._asking) == 1)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
         world.start(C)
         [error] = await world.join(fields_of(spec), C, limit_s=0.5)
-        assert error["missing"] == [A] and not world.meeting.num_asking()
+        assert error["missing"] == [A] and not world.meeting._asking
         forming = asyncio.create_task(mine.join(spec))
         await world.ask(C, "fail_while_forming", "first", "stop")
         world.let(C, "join", fields_of(spec), 9.0)

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import math
-import struct
-
 import numpy as np
 import orjson
 import pytest
@@ -54,26 +51,11 @@ def test_a_descriptor_says_what_was_put() -> None:
     assert descriptor.payload == align(64 + header.descriptor_bytes)
 
 
-def test_a_descriptor_of_a_file_that_an_older_release_wrote_is_read() -> None:
-    columns = [["a", "int32", 0, [5, 0]], ["b", "int32", 64, 0], ["c", "int8", 128, None, [[2, 3], []]]]
-    text = orjson.dumps({"spans": [[7, 0, 0, 2]], "columns": columns, "meta": {"keys": ["x", "y"]}})
-    descriptor = read_descriptor(Header(1, 0, 3, 512, len(text), 2, 1), bytes(64) + text)
-    assert (descriptor.spans, descriptor.meta, descriptor.info()) == ([[7, 0, 0, 2]], {"keys": ["x", "y"]}, [])
-    assert [layout.lengths and [*layout.lengths] for layout in descriptor.columns] == [[5, 0], [5, 0], None]
-    assert descriptor.columns[2].shapes == [[2, 3], []]
-
-
-def test_a_descriptor_of_a_file_with_numbers_before_its_json_is_read() -> None:
-    """Of commit 923bec2: two samples, a column with lengths and one with shapes, a field of integers and one of floats."""
-    words = [7, 0, 0, 2, 5, 0, 8, 2**40]
-    text = b'["qd",[["tokens","int32",0,0],["value","bfloat16",64,null,[[2,3],[2,3]]]],{"reservation":"group.7.1"}]'
-    older = struct.pack("<III8q2d", 1, 1, 2, *words, 0.5, math.nan) + text
-    descriptor = read_descriptor(Header(1, 0, 3, 512, len(older), 2, 1), bytes(64) + older)
-    assert (descriptor.spans, descriptor.meta) == ([[7, 0, 0, 2]], {"reservation": "group.7.1"})
-    assert [*map(list, descriptor.info())] == [[8, 2**40], [0.5, None]]
-    tokens_, values = descriptor.columns
-    assert (tokens_.offset, list(tokens_.sizes()), descriptor.payload) == (0, [5, 0], align(64 + len(older)))
-    assert values == ColumnLayout("value", "bfloat16", 64, None, [[2, 3], [2, 3]])
+def test_a_record_of_a_kind_that_older_releases_wrote_is_refused() -> None:
+    record = plan(SPANS, [tokens(5, 3)])
+    header = Header(1, 128, 1, record.num_bytes, len(record.descriptor), 0, 0)
+    with pytest.raises(CorruptData, match=r"the record at 128 must be of kind 3, got 1\. Write it anew"):
+        read_descriptor(header, bytes(64) + record.descriptor)
 
 
 def test_a_record_may_have_any_number_of_spans() -> None:

@@ -286,14 +286,14 @@ async def test_events_reach_every_subscriber_and_closing_ends_their_streams() ->
                 assert await response.content.readline() == b'data: {"kind":"step","step":1}\n'
             await server.close()
             assert (await first.content.read()).strip() == b""
-    assert provider.broadcast.num_readers == 0
+    assert not provider.broadcast._readers
 
 
 async def test_a_subscriber_that_leaves_is_forgotten() -> None:
     async with endpoint() as (server, provider), aiohttp.ClientSession() as session:
         async with session.get(f"{server.url}/events"):
             await subscribed(provider.broadcast, 1)
-        while provider.broadcast.num_readers:
+        while provider.broadcast._readers:
             provider.broadcast.publish({"kind": "step"})
             await asyncio.sleep(0)
 
@@ -305,7 +305,7 @@ async def test_more_than_so_many_followers_of_events_are_told_to_come_again(monk
             await subscribed(provider.broadcast, 1)
             status, body = await ask(server, "GET", "/events")
             assert (status, body["error"]["type"]) == (503, "TurnedDown")
-        while provider.broadcast.num_readers:  # until it is seen that the first has left
+        while provider.broadcast._readers:  # until it is seen that the first has left
             provider.broadcast.publish({"kind": "step"})
             await asyncio.sleep(0)
         async with session.get(f"{server.url}/events") as answer:
@@ -348,5 +348,5 @@ def test_a_token_file_that_is_missing_or_short_is_refused(token_file: Path) -> N
 
 
 async def subscribed(broadcast: Broadcast, count: int) -> None:
-    while broadcast.num_readers < count:  # noqa: ASYNC110 - the server is real: only its readers tell
+    while len(broadcast._readers) < count:  # noqa: ASYNC110 - the server is real: only its readers tell
         await asyncio.sleep(0)
