@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -51,25 +51,19 @@ class Roster(Actor):
         self.reports.append((kind, data))
 
 
-class Served:
-    """The pieces of a bus; `restart` is a coordinator's death and return, `bus` a worker's client."""
+class Pieces:
+    """What any coordinator stands between: memory, the roster, clients, references; `restart` is its death and return."""
 
-    def __init__(self, folder: Path, **changes: Any) -> None:
+    name: str
+    buses: list[Any]
+
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        rings = {"rollout": changes.pop("ring_bytes", 1 << 20), "columns": 1 << 20}
-        straggler, evaluated = changes.pop("straggler_deadline_s", None), changes.pop("evaluated", False)
-        self.clock = 0.0
-        self.config = CoordinatorConfig(
-            rules=rules(**{"row_bytes": ROW_BYTES, **changes}), publisher="actor-0", rollout_ring_bytes=rings["rollout"],
-            column_ring_bytes=rings["columns"], rollout_groups=("rollout-0", "rollout-1"), ranks=dict.fromkeys(GROUPS, 1),
-            lease_deadline_s=100.0, straggler_deadline_s=straggler, evaluate_start=evaluated, evaluate_end=evaluated,
-        )  # fmt: skip
         self.roster = Roster()
         self.segments = SegmentServer(folder / "handover.sock", TOKEN, lambda _: None)
         self.clients: list[SegmentClient] = []
         self.refs: list[ActorRef] = []
-        self.buses: list[Bus] = []
-        self.coordinator: Coordinator
+        self.buses = []
         self._server: Server
         self._journal: Journal
 
@@ -77,20 +71,18 @@ class Served:
         self.clients.append(SegmentClient(self.folder / "handover.sock", TOKEN))
         return self.clients[-1]
 
-    def ref(self, name: str) -> ActorRef:
+    def ref(self, name: str = "") -> ActorRef:
+        name = name or self.name
         self.refs.append(ActorRef(f"unix:{self.folder}/{name}.sock", token=TOKEN, peer=name))
         return self.refs[-1]
 
     async def start(self, attempt: int = 0) -> None:
-        self._journal = Journal(self.folder / "journal")
-        index, ledger = open_index(self.config, self._journal, self.folder, attempt)
-        self.coordinator = Coordinator(
-            self.config, self._journal, index, ledger, self.client(), self.ref("supervisor"), clock=lambda: self.clock
-        )
-        await self.coordinator.start()
-        self._server = await serve(
-            self.coordinator, f"unix:{self.folder}/coordinator.sock", token=TOKEN, name="coordinator"
-        )
+        raise NotImplementedError
+
+    async def serve(self, coordinator: Any) -> None:
+        self.coordinator = coordinator
+        await coordinator.start()
+        self._server = await serve(coordinator, f"unix:{self.folder}/{self.name}.sock", token=TOKEN, name=self.name)
 
     async def stop(self) -> None:
         await self._server.close()
@@ -101,25 +93,25 @@ class Served:
         await self.stop()
         await self.start()
 
-    async def bus(self, group: str, incarnation: int = 1, *, rank: int = 0, num_ranks: int = 1) -> Bus:
-        """A worker's bus; its group is reported as started the way the supervisor does."""
-        self.roster.alive[group] = incarnation
-        await self.ref("coordinator").call("member_started", group, incarnation, num_ranks)
-        bus = Bus(Member(group, incarnation, rank, num_ranks, 0), self.ref("coordinator"), self.client())
-        await bus.open()
-        self.buses.append(bus)
-        return bus
+    async def started(self, member: str, incarnation: int, num_ranks: int) -> None:
+        """It is reported the way the supervisor does."""
+        self.roster.alive[member] = incarnation
+        await self.ref().call("member_started", member, incarnation, num_ranks)
 
-    async def die(self, group: str, incarnation: int = 1) -> None:
-        del self.roster.alive[group]
-        self.roster.dead.append([group, incarnation])
-        await self.ref("coordinator").call("member_dead", group, incarnation)
+    async def die(self, member: str, incarnation: int = 1) -> None:
+        del self.roster.alive[member]
+        self.roster.dead.append([member, incarnation])
+        await self.ref().call("member_dead", member, incarnation)
+
+
+S = TypeVar("S", bound=Pieces)
 
 
 @asynccontextmanager
-async def served(**changes: Any) -> AsyncIterator[Served]:
+async def standing(made: Callable[[Path], S]) -> AsyncIterator[S]:
+    """Pieces in a folder of their own, with a supervisor's roster beside them; nothing is left of them."""
     with tempfile.TemporaryDirectory(prefix="rondo-") as name:
-        run = Served(Path(name), **changes)
+        run = made(Path(name))
         run.segments.start()
         supervisor = await serve(run.roster, f"unix:{name}/supervisor.sock", token=TOKEN, name="supervisor")
         try:
@@ -127,14 +119,50 @@ async def served(**changes: Any) -> AsyncIterator[Served]:
             yield run
             await run.stop()
         finally:
-            for bus in run.buses:
-                bus.close()
-            for ref in run.refs:
-                ref.close()
+            for each in (*run.buses, *run.refs):
+                each.close()
             await supervisor.close()
             for client in run.clients:
                 client.close()
             run.segments.close()
+
+
+class Served(Pieces):
+    """A bus; `bus` is a worker's client."""
+
+    name = "coordinator"
+    buses: list[Bus]
+    coordinator: Coordinator
+
+    def __init__(self, folder: Path, **changes: Any) -> None:
+        super().__init__(folder)
+        rings = {"rollout": changes.pop("ring_bytes", 1 << 20), "columns": 1 << 20}
+        straggler, evaluated = changes.pop("straggler_deadline_s", None), changes.pop("evaluated", False)
+        self.clock = 0.0
+        self.config = CoordinatorConfig(
+            rules=rules(**{"row_bytes": ROW_BYTES, **changes}), publisher="actor-0", rollout_ring_bytes=rings["rollout"],
+            column_ring_bytes=rings["columns"], rollout_groups=("rollout-0", "rollout-1"), ranks=dict.fromkeys(GROUPS, 1),
+            lease_deadline_s=100.0, straggler_deadline_s=straggler, evaluate_start=evaluated, evaluate_end=evaluated,
+        )  # fmt: skip
+
+    async def start(self, attempt: int = 0) -> None:
+        self._journal = Journal(self.folder / "journal")
+        index, ledger = open_index(self.config, self._journal, self.folder, attempt)
+        supervisor = self.ref("supervisor")
+        await self.serve(
+            Coordinator(self.config, self._journal, index, ledger, self.client(), supervisor, clock=lambda: self.clock)
+        )
+
+    async def bus(self, group: str, incarnation: int = 1, *, rank: int = 0, num_ranks: int = 1) -> Bus:
+        await self.started(group, incarnation, num_ranks)
+        bus = Bus(Member(group, incarnation, rank, num_ranks, 0), self.ref(), self.client())
+        await bus.open()
+        self.buses.append(bus)
+        return bus
+
+
+def served(**changes: Any) -> AbstractAsyncContextManager[Served]:
+    return standing(lambda folder: Served(folder, **changes))
 
 
 async def prove(bus: Bus, version: int = 0) -> None:

@@ -420,6 +420,16 @@ def test_filtered_groups_go_with_determinism_where_the_data_are_on_policy(tmp_pa
     assert config.deterministic
 
 
+def on_servers(folder: Path, groups: str, sglang: str) -> Path:
+    """A config whose rollouts have `sglang`, a keyword argument or nothing, in these groups."""
+    return configs.write(
+        folder,
+        ("groups=fully_async()", f"groups={groups}"),
+        ("RolloutConfig(prompts", f"RolloutConfig({sglang} prompts"),
+        ("RolloutConfig, TrainConfig", "RolloutConfig, SGLangConfig, TrainConfig"),
+    )
+
+
 @pytest.mark.parametrize(
     ("groups", "sglang", "problem"),
     [
@@ -456,12 +466,7 @@ def test_filtered_groups_go_with_determinism_where_the_data_are_on_policy(tmp_pa
 def test_servers_give_memory_back_only_where_they_take_turns_with_the_trainer(
     tmp_path: Path, groups: str, sglang: str, problem: str | None
 ) -> None:
-    file = configs.write(
-        tmp_path,
-        ("groups=fully_async()", f"groups={groups}"),
-        ("RolloutConfig(prompts", f"RolloutConfig(sglang=SGLangConfig({sglang}), prompts"),
-        ("RolloutConfig, TrainConfig", "RolloutConfig, SGLangConfig, TrainConfig"),
-    )
+    file = on_servers(tmp_path, groups, f"sglang=SGLangConfig({sglang}),")
     if problem is None:
         assert load(file).rollout.sglang is not None
     else:
@@ -522,12 +527,7 @@ def test_a_trainer_gives_its_memory_only_to_what_generates_in_turn_with_it(
 def test_a_rollout_group_has_the_devices_that_its_servers_take(
     tmp_path: Path, devices: int, sglang: str, problem: str | None
 ) -> None:
-    file = configs.write(
-        tmp_path,
-        ("groups=fully_async()", f"groups=fully_async(rollout_devices={devices})"),
-        ("RolloutConfig(prompts", f"RolloutConfig({sglang} prompts"),
-        ("RolloutConfig, TrainConfig", "RolloutConfig, SGLangConfig, TrainConfig"),
-    )
+    file = on_servers(tmp_path, f"fully_async(rollout_devices={devices})", sglang)
     if problem is None:
         assert load(file).group_of("rollout").devices == devices
     else:

@@ -15,11 +15,12 @@ from rondo.models.logprobs import Scores
 from rondo.models.mesh import Mesh
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.algorithms.teachers import NONE
-from rondo.roles.config import DataConfig, DistillationConfig, JobConfig, RolloutConfig, TeacherConfig
+from rondo.roles.config import JobConfig, TeacherConfig
 from rondo.roles.forward import Scored, _compared
 from rondo.roles.streams import row_bytes, streams_of
 from rondo.roles.teacher import Asked, TeacherRole, Teachers
 from rondo.runtime.errors import ConfigError
+from tests.roles.sampling.test_teaching import job
 
 MODEL = TeacherConfig(model=ModelConfig(path="teacher"))
 
@@ -79,20 +80,8 @@ def test_a_token_that_a_teacher_has_no_chance_for_ends_the_role_unless_log_probs
         assert role.columns(Scored(0, told), told) == {"teacher_log_probs": told}
 
 
-def rows() -> list[dict[str, str]]:
-    return []
-
-
 def context(sample: Any, siblings: Any) -> None:
     return None
-
-
-def job(**options: Any) -> JobConfig:
-    return JobConfig(
-        name="taught", num_steps=1, model=ModelConfig(path="model"), data=DataConfig(rows=rows, metadata="extra"),
-        rollout=RolloutConfig(prompts_per_step=1, samples_per_prompt=1, max_prompt_tokens=8, max_new_tokens=4),
-        distillation=DistillationConfig(task_coef=0.0, **options),
-    )  # fmt: skip
 
 
 ROLES = ("rollout", "actor", "actor_fwd", "teacher", "advantages")

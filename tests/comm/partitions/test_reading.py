@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+from contextlib import contextmanager
 
 import numpy as np
 import orjson
@@ -281,21 +282,28 @@ async def test_partitions_are_read_back_from_their_dump_and_end_with_an_attempt(
         assert [path.name for path in (run.folder / "journals").iterdir()] == ["1"]
 
 
+@contextmanager
+def full_disk(run, monkeypatch):
+    """No event is journalled while the body runs; the event says when one was tried."""
+
+    def full(events):
+        told.set()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    told = asyncio.Event()
+    monkeypatch.setattr("rondo.comm.bus.pending.ROOM_S", 0.001)
+    with monkeypatch.context() as disk:
+        disk.setattr(run._journal, "append", full)
+        yield told
+
+
 async def test_a_full_disk_costs_time_and_no_row(monkeypatch):
     async with served() as run:
         part, reader = await two(run)
         await part.put({"x": np.arange(4)})
         stream = reader.stream("t", columns=["x"], batch=2)
         await stream.open()
-
-        def full(events):
-            told.set()
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        told = asyncio.Event()
-        monkeypatch.setattr("rondo.comm.bus.pending.ROOM_S", 0.001)
-        with monkeypatch.context() as disk:
-            disk.setattr(run._journal, "append", full)
+        with full_disk(run, monkeypatch) as told:
             waiting = asyncio.create_task(stream.next())
             await told.wait()
             run.coordinator.tick()
@@ -311,15 +319,7 @@ async def test_a_dropped_partition_has_its_memory_until_the_journal_says_so(monk
         part, _ = await two(run)
         await part.put({"x": np.arange(4)})
         await part.list()  # the put is in the journal
-
-        def full(events):
-            told.set()
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        told = asyncio.Event()
-        monkeypatch.setattr("rondo.comm.bus.pending.ROOM_S", 0.001)
-        with monkeypatch.context() as disk:
-            disk.setattr(run._journal, "append", full)
+        with full_disk(run, monkeypatch) as told:
             dropping = asyncio.create_task(part.drop())
             await told.wait()
             assert part.stats().state == "open"

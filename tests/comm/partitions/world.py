@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,88 +14,36 @@ from rondo.comm.partitions.client import Partitions
 from rondo.comm.partitions.coordinator import PartitionCoordinator
 from rondo.comm.partitions.fold import Fold
 from rondo.comm.partitions.serve import open_journal
-from rondo.runtime.actors.actor import Server, serve
-from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.actors.transport import pack, unpack
-from rondo.runtime.memory.segments import SegmentClient, SegmentServer
 from tests.comm import inprocess
 from tests.comm import served as bus
 
 TOKEN = bus.TOKEN
 
 
-class Served:
-    """The pieces of a bus; `restart` is a coordinator's death and return, `bus` a member's client."""
+class Served(bus.Pieces):
+    """Partitions; `bus` is a member's client."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.roster = bus.Roster()
-        self.segments = SegmentServer(folder / "handover.sock", TOKEN, lambda _: None)
-        self.clients: list[SegmentClient] = []
-        self.refs: list[ActorRef] = []
-        self.buses: list[Partitions] = []
-        self.coordinator: PartitionCoordinator
-        self._server: Server
+    name = "partitions"
+    buses: list[Partitions]
+    coordinator: PartitionCoordinator
 
     @property
     def fold(self) -> Fold:
         return self.coordinator.fold
 
-    def client(self) -> SegmentClient:
-        self.clients.append(SegmentClient(self.folder / "handover.sock", TOKEN))
-        return self.clients[-1]
-
-    def ref(self, name: str = "partitions") -> ActorRef:
-        self.refs.append(ActorRef(f"unix:{self.folder}/{name}.sock", token=TOKEN, peer=name))
-        return self.refs[-1]
-
     async def start(self, attempt: int = 0) -> None:
         self._journal = open_journal(self.folder / "journals", attempt)
-        self.coordinator = PartitionCoordinator(self._journal, self.client(), self.ref("supervisor"))
-        await self.coordinator.start()
-        self._server = await serve(
-            self.coordinator, f"unix:{self.folder}/partitions.sock", token=TOKEN, name="partitions"
-        )
-
-    async def stop(self) -> None:
-        await self._server.close()
-        self.coordinator.close()
-        self._journal.close()
-
-    async def restart(self) -> None:
-        await self.stop()
-        await self.start()
+        await self.serve(PartitionCoordinator(self._journal, self.client(), self.ref("supervisor")))
 
     async def bus(self, member: str, incarnation: int = 1, *, rank: int = 0, num_ranks: int = 1) -> Partitions:
-        """A member's client; its start is told the way the supervisor does."""
-        self.roster.alive[member] = incarnation
-        await self.ref().call("member_started", member, incarnation, num_ranks)
+        await self.started(member, incarnation, num_ranks)
         self.buses.append(Partitions(Member(member, incarnation, rank, num_ranks, 0), self.ref(), self.client()))
         return self.buses[-1]
 
-    async def die(self, member: str, incarnation: int = 1) -> None:
-        del self.roster.alive[member]
-        self.roster.dead.append([member, incarnation])
-        await self.ref().call("member_dead", member, incarnation)
 
-
-@asynccontextmanager
-async def served() -> AsyncIterator[Served]:
-    with tempfile.TemporaryDirectory(prefix="rondo-") as name:
-        run = Served(Path(name))
-        run.segments.start()
-        supervisor = await serve(run.roster, f"unix:{name}/supervisor.sock", token=TOKEN, name="supervisor")
-        try:
-            await run.start()
-            yield run
-            await run.stop()
-        finally:
-            for each in (*run.buses, *run.refs):
-                each.close()
-            await supervisor.close()
-            for client in run.clients:
-                client.close()
-            run.segments.close()
+def served() -> AbstractAsyncContextManager[Served]:
+    return bus.standing(Served)
 
 
 class InProcess:

@@ -299,50 +299,29 @@ async def test_an_engine_that_tells_no_progress_is_served_too_its_stream_in_one_
     assert [chunk.choices[0].delta.content for chunk in chunks] == ["one ", None]
 
 
-async def test_a_stream_whose_engine_begins_anew_with_other_tokens_ends_with_an_error() -> None:
+@pytest.mark.parametrize(
+    ("told", "silent"),
+    [(["xy", "q"], False), (["xy"], True), (["abc", "a"], False)],
+    ids=["anew", "at the end", "the same"],
+)
+async def test_a_stream_goes_on_where_it_was_or_ends_with_an_error_where_its_engine_says_otherwise(
+    told: list[str], silent: bool
+) -> None:
+    """The engine tells these beginnings, and then what it makes, or, `silent`, gives that at the end alone."""
     async with serving(lambda prompt: "abcdef") as served:
-        generate = served.engine.generate
-
-        async def again(request: Request) -> Completion:
-            assert request.progress is not None
-            request.progress(prefix("xy"))
-            request.progress(prefix("q"))
-            return await generate(request)
-
-        served.engine.generate = again  # type: ignore[method-assign]
+        telling(served, told, silent=silent)
         found = await events(served, {"model": MODEL, "messages": USER, "stream": True}, "/v1/chat/completions")
-    assert found[0]["choices"][0]["delta"]["content"] == "xy" and "another beginning" in found[-1]["error"]["message"]
-
-
-async def test_an_engine_that_begins_anew_with_the_same_tokens_goes_on_where_its_stream_was() -> None:
-    async with serving(lambda prompt: "abcdef") as served:
-        generate = served.engine.generate
-
-        async def again(request: Request) -> Completion:
-            assert request.progress is not None
-            request.progress(prefix("abc"))
-            request.progress(prefix("a"))
-            return await generate(request)
-
-        served.engine.generate = again  # type: ignore[method-assign]
-        asked: Any = {"model": MODEL, "messages": USER, "stream": True}
-        found = await events(served, asked, "/v1/chat/completions")
-    parts = [event["choices"][0]["delta"].get("content") or "" for event in found]
-    assert parts[0] == "abc" and "".join(parts) == "abcdef"
+    assert found[0]["choices"][0]["delta"]["content"] == told[0]
+    if told[0] == "xy":
+        assert "another beginning" in found[-1]["error"]["message"]
+    else:
+        assert "".join(event["choices"][0]["delta"].get("content") or "" for event in found) == "abcdef"
 
 
 async def test_what_nobody_was_shown_is_read_anew_where_an_engine_begins_anew() -> None:
     async with serving(lambda prompt: "one END two") as served:
-        generate = served.engine.generate
         told = ["xy", "one EN"]
-
-        async def again(request: Request) -> Completion:
-            assert request.progress is not None
-            for text in told:
-                request.progress(prefix(text))
-            return await generate(request)
-
-        served.engine.generate = again  # type: ignore[method-assign]
+        telling(served, told)
         asked: Any = {"model": MODEL, "messages": USER, "stop": ["END"]}
         whole = await served.openai.chat.completions.create(**asked)
         told[:] = ["xy"]
@@ -350,18 +329,17 @@ async def test_what_nobody_was_shown_is_read_anew_where_an_engine_begins_anew() 
     assert whole.choices[0].message.content == once_more.choices[0].message.content == "one "
 
 
-async def test_a_stream_whose_end_is_not_what_was_shown_ends_with_an_error() -> None:
-    async with serving(lambda prompt: "abcdef") as served:
-        generate = served.engine.generate
+def telling(served: Any, told: list[str], *, silent: bool = False) -> None:
+    """The engine tells these beginnings first; `silent`: and nothing more before its end."""
+    generate = served.engine.generate
 
-        async def other(request: Request) -> Completion:
-            assert request.progress is not None
-            request.progress(prefix("xy"))
-            return await generate(replace(request, progress=None))
+    async def again(request: Request) -> Completion:
+        assert request.progress is not None
+        for text in told:
+            request.progress(prefix(text))
+        return await generate(replace(request, progress=None) if silent else request)
 
-        served.engine.generate = other  # type: ignore[method-assign]
-        found = await events(served, {"model": MODEL, "messages": USER, "stream": True}, "/v1/chat/completions")
-    assert "another beginning" in found[-1]["error"]["message"]
+    served.engine.generate = again
 
 
 def prefix(text: str) -> Prefix:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from safetensors.torch import load_file
 
 from rondo.models.config import LoraConfig
 from rondo.models.lora import canary_of
-from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.training.adapter_probe import write
 from rondo.roles.training.mismatch import Canary
 
@@ -159,18 +157,3 @@ class AdapterServer:
             "input_token_logprobs": [[None, body["input_ids"][0], None], *([value, 1, None] for value in of_prompt)],
         }  # fmt: skip
         return {"output_ids": ids, "meta_info": meta}
-
-
-@asynccontextmanager
-async def serving(server: AdapterServer) -> AsyncIterator[SGLangClient]:
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", server.answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        host, port = runner.addresses[0][:2]
-        async with SGLangClient(f"http://{host}:{port}") as client:
-            yield client
-    finally:
-        await runner.cleanup()

@@ -20,9 +20,9 @@ from rondo.roles.engines.sglang.adapter_folder import completed, target_modules,
 from rondo.roles.engines.sglang.adapters import ServerAdapters
 from rondo.roles.engines.sglang.one_server import SGLangEngine
 from rondo.runtime.errors import ConfigError, Fatal, Refused
-from tests.roles.engines.sglang.adapter_server import AT, LORA, AdapterServer, adapter, serving, trained
+from tests.roles.engines.sglang.adapter_server import AT, LORA, AdapterServer, adapter, trained
 from tests.roles.engines.sglang.test_one_server import FOUND, request
-from tests.roles.engines.sglang.weights_server import version, write_model
+from tests.roles.engines.sglang.weights_server import serving, version, write_model
 
 S = 60.0
 

@@ -210,7 +210,7 @@ class WeightServer:
 
 
 @asynccontextmanager
-async def serving(server: WeightServer) -> AsyncIterator[SGLangClient]:
+async def serving(server: Any) -> AsyncIterator[SGLangClient]:
     app = web.Application()
     app.router.add_route("*", "/{path:.*}", server.answer)
     runner = web.AppRunner(app)
