@@ -18,8 +18,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import orjson
 from aiohttp import web
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 
 from rondo.comm.bus.evaluations import ASKED
 from rondo.launch.config import RunConfig
@@ -40,11 +41,23 @@ _MOST_S = 3600.0
 Status = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED"]
 
 
+def _goes_on(value: Any) -> Any:
+    """To another process. JSON from outside has integers of any size."""
+    try:
+        orjson.dumps(value)
+    except TypeError as error:
+        raise ValueError("must hold integers of 64 bits at most, got a larger one. Send it as text") from error
+    return value
+
+
+GoesOn = AfterValidator(_goes_on)
+
+
 class Evaluate(Section):
     """`set`: one of the run's evaluation sets, all without. `version`: one whose weights are held now; the newest without."""
 
     set: str | None = None
-    version: int | None = Field(None, ge=0)
+    version: int | None = Field(None, ge=0, lt=2**63)
     idempotency_key: Annotated[str, Field(min_length=1, max_length=200)] | None = None
 
 
@@ -62,10 +75,10 @@ class Predict(Section):
     """`row` as those of the run's data, or `prompt` (text, or chat messages) with `label` and `metadata` where the reward wants
     them. Samples of one `seed` are the same under the same weights, where the engine can."""
 
-    row: dict[str, Any] | None = None
-    prompt: str | list[dict[str, Any]] | None = None
-    label: Any = None
-    metadata: dict[str, Any] | None = None
+    row: Annotated[dict[str, Any] | None, GoesOn] = None
+    prompt: Annotated[str | list[dict[str, Any]] | None, GoesOn] = None
+    label: Annotated[Any, GoesOn] = None
+    metadata: Annotated[dict[str, Any] | None, GoesOn] = None
     num_samples: int = Field(1, ge=1, le=_MOST_SAMPLES)
     seed: int = Field(0, ge=0, lt=2**63)
     timeout_secs: float = Field(300.0, gt=0, le=_MOST_S)

@@ -80,6 +80,7 @@ async def test_an_evaluation_is_asked_for_once_a_key_and_followed_by_its_id() ->
         assert (status, told["id"], told["status"]) == (202, name, "COMPLETED")
         assert (await ask("/evaluate", {"idempotency_key": "k"}))[0] == 400  # another wish under that key
         assert (await ask("/evaluate", {"version": 2}))[1]["sets"] == ["easy", "hard"]
+        assert (await ask("/evaluate", {"version": 2**63}))[0] == 400
         assert (await ask("/evaluate/none"))[0] == 404
 
 
@@ -110,6 +111,10 @@ async def test_a_row_goes_to_a_replica_that_is_ready() -> None:
             {"prompt": "a", "row": {"b": 1}},
             {"prompt": "a", "num_samples": 65},
             {"prompt": "a", "x": 1},
+            {"prompt": "a", "label": 2**64},
+            {"prompt": "a", "metadata": {"b": 2**64}},
+            {"prompt": [{"b": 2**64}]},
+            {"row": {"b": [2**64]}},
         ):
             assert (await ask("/predict", wrong))[0] == 400
         run.groups.clear()

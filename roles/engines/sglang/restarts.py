@@ -13,8 +13,8 @@ that has none (`one_engine`).
 
 A server that runs may still be of no use (`silence.py`): it is ended then, with what it was asked and an update that it is given.
 
-Invariant: what is asked while no server is there, or under a server that leaves, ends with PeerGone; and no server's end is the
-end of another one, or of whoever keeps them.
+Invariant: what is asked while no server is there, or under a server that leaves, ends with PeerGone; no server's end is the end
+of another one, or of whoever keeps them; and whose update failed is sent no other one before its scheduler has answered.
 """
 
 from __future__ import annotations
@@ -110,6 +110,9 @@ class KeptEngine:
         self._lost_at: float | None = None
         """When the last server left, until the next one has proved weights."""
         self._updating = asyncio.Lock()
+        self._giving: asyncio.Task[object] | None = None
+        self._failed: SGLangEngine | None = None
+        """Its last update did."""
         self._before = EngineStats(STRANGE, *(0,) * 9)
         """What was counted over the servers that left."""
         self._waking: asyncio.Task[None] | None = None
@@ -191,10 +194,14 @@ class KeptEngine:
                 stopped=any(each.state == "T" for each in (workers or {}).values()),
                 excused=excused or self._is_excused(engine) or idle,
             )  # fmt: skip
-        return why
+        return f"{why} after an update that failed" if self._has_failed(engine) else why
 
     def _is_excused(self, engine: SGLangEngine) -> bool:
-        return self._updating.locked() or engine.asleep
+        return (self._updating.locked() or engine.asleep) and not self._has_failed(engine)
+
+    def _has_failed(self, engine: SGLangEngine) -> bool:
+        """From an update's limit on, where it is cancelled: leaving it asks the server too, which may take minutes."""
+        return self._failed is engine or (self._giving is not None and self._giving.cancelling() > 0)
 
     async def _computed(self, before: Mapping[int, Stat], seconds: float) -> bool:
         """Whether the server's processes have had more of a processor since then than who waits has."""
@@ -233,12 +240,28 @@ class KeptEngine:
     async def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         async with self._updating:
             engine = self._there()
-            await engine.update_weights(version, tensors)
+            await self._give(engine, version, tensors)
             if self._engine is not engine:  # it left as soon as it had them: the next one has none
                 raise self._absent()
             if self._lost_at is not None:
                 after_s, self._lost_at = self._clock() - self._lost_at, None
                 await self._tell("sglang_back", {"server": self.server.name, "after_s": after_s})
+
+    async def _give(self, engine: SGLangEngine, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Holding `_updating`. A server that an update left stuck is sent no other: `_silent` ends it."""
+        if self._failed is engine and not await _answers(engine.client.get(_SCHEDULER, deadline_s=self._silent_s)):
+            raise NotThere(
+                f"the scheduler of the SGLang server {self.server.name} must answer after an update that failed, got nothing. "
+                "Ask another"
+            )
+        self._giving, self._failed = asyncio.current_task(), None
+        try:
+            await engine.update_weights(version, tensors)
+        except BaseException:
+            self._failed = engine
+            raise
+        finally:
+            self._giving = None
 
     async def sleep(self) -> None:
         """Gives the server's memory back until the next weights or request, unless it has requests or is given weights."""
@@ -268,7 +291,7 @@ class KeptEngine:
                 return
             try:
                 async with self._newest() as weights:
-                    await engine.update_weights(*weights)
+                    await self._give(engine, *weights)
             except Closed:
                 raise
             except RondoError as error:

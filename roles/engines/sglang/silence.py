@@ -11,7 +11,7 @@ scheduler does, between two batches. Does not own the questions, nor the clock (
     stuck   it answers, and for `silent_s` makes no token for requests that it has (or has none, and no answer of its scheduler)
 
 New weights and sleep excuse all but `deaf` and `stopped`: a server that waits for the trainer computes nothing either, and its
-time is that of the update (`Patience`).
+time is that of the update (`Patience`). An update that failed, from its limit on, excuses nothing.
 
     silence = Silence(silent_s=300, now=clock())
     why = silence.looked(clock(), took_s=0.01, answered=True, scheduled=True, heard=True, made=512, computes=True, stopped=False,

@@ -29,6 +29,8 @@ class Under:
         self.num_running = self.num_made = 0
         self.wake: Any = None
         self.closed_with: Exception | None = None
+        self.given: list[int] = []
+        self.updating, self.closed = asyncio.Event(), asyncio.Event()
         self.capabilities, self.client = SimpleNamespace(report=dict), Client()
 
     def stats(self) -> EngineStats:
@@ -37,8 +39,19 @@ class Under:
     async def ready(self) -> bool:
         return True
 
+    async def update_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
+        """Of a server with a scheduler that is stuck it never ends, nor does leaving it, until the server is of no use."""
+        self.given.append(version)
+        if self.client.frozen:
+            self.updating.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await self.closed.wait()
+
     async def close(self, why: Exception | None = None) -> None:
         self.closed_with = why
+        self.closed.set()
 
 
 class Rig:
@@ -274,3 +287,40 @@ async def test_a_server_whose_scheduler_is_stopped_is_ended_in_an_update_too() -
         await rig.until(2, "sglang")
         assert rig.engine.engine is next_one
         assert "got a stopped process of it answered nothing for 10.0 s" in str(stopped.closed_with)
+
+
+async def test_a_scheduler_that_an_update_leaves_stuck_is_ended_from_the_updates_limit_on() -> None:
+    stuck, next_one = Under(), Under()
+    rig = Rig("stuck", stuck, next_one)
+    async with lasting(rig):
+        stuck.client.frozen, stuck.client.clock = True, rig
+        giving = asyncio.create_task(rig.engine.update_weights(7, {}))
+        await stuck.updating.wait()
+        await rig.looks(3 * SILENT_S)
+        assert len(rig.told) == 1  # its time is that of the update
+        giving.cancel()
+        await rig.looks(30)
+        await rig.until(2, "sglang")
+        assert rig.told[1][1]["why"] == "its scheduler answered nothing for 10.0 s after an update that failed"
+        with pytest.raises(asyncio.CancelledError):
+            await giving
+        await rig.engine.update_weights(7, {})
+        assert (stuck.given, next_one.given) == ([7], [7])
+
+
+async def test_after_an_update_that_failed_a_server_is_sent_another_one_once_its_scheduler_answers() -> None:
+    under = Under()
+    rig = Rig("slow", under)
+    async with lasting(rig):
+        under.client.frozen, under.client.clock = True, rig
+        giving = asyncio.create_task(rig.engine.update_weights(7, {}))
+        await under.updating.wait()
+        under.closed.set()
+        giving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await giving
+        with pytest.raises(PeerGone, match="scheduler of the SGLang server slow must answer after an update that failed"):
+            await rig.engine.update_weights(8, {})
+        under.client.frozen = False
+        await rig.engine.update_weights(9, {})
+        assert under.given == [7, 9]
