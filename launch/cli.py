@@ -118,8 +118,8 @@ def _begun(path: Path, sets: Sequence[str]) -> Iterator[tuple[RunConfig, Nursery
     """The settings, and a nursery in which what every run loads for seconds begins to load before anything else is done."""
     from rondo.runtime.supervision.nursery import Nursery
 
-    with tempfile.NamedTemporaryFile(prefix="rondo-nursery-") as log, Nursery() as nursery:
-        nursery.belong(lambda _: (Path(log.name), os.environ))
+    with tempfile.TemporaryFile() as log, Nursery() as nursery:  # without a name, which SIGKILL would leave
+        nursery.belong(lambda _: (Path(f"/proc/self/fd/{log.fileno()}"), os.environ))
         nursery.open()
         before = dict(os.environ)
         from rondo.launch.config import load

@@ -67,13 +67,14 @@ class Running(subprocess.Popen[str]):
         self.started.add(self)
 
     def end(self) -> None:
-        """SIGKILL for it and for all that it has started, where it is still there."""
+        """SIGKILL for it and for all that it has started, where it is still there, but for the janitor, which tidies up then."""
         self.started.discard(self)
         if self.poll() is None:
             tree = [psutil.Process(self.pid), *psutil.Process(self.pid).children(recursive=True)]
             for process in tree:
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
+                    if "rondo.runtime.processes.janitor" not in process.cmdline():
+                        process.kill()
             self.wait(PATIENCE_S)
             _, left = psutil.wait_procs(tree[1:], PATIENCE_S)
             assert left == []
