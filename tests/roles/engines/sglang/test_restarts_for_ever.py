@@ -319,7 +319,9 @@ async def test_after_an_update_that_failed_a_server_is_sent_another_one_once_its
         giving.cancel()
         with pytest.raises(asyncio.CancelledError):
             await giving
-        with pytest.raises(PeerGone, match="scheduler of the SGLang server slow must answer after an update that failed"):
+        with pytest.raises(
+            PeerGone, match="scheduler of the SGLang server slow must answer after an update that failed"
+        ):
             await rig.engine.update_weights(8, {})
         under.client.frozen = False
         await rig.engine.update_weights(9, {})
