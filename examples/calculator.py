@@ -19,31 +19,23 @@ from rondo.models.config import ModelConfig
 from rondo.roles.config import (
     AlgorithmConfig,
     DataConfig,
+    EnvironmentConfig,
     EvalConfig,
     RewardConfig,
     RolloutConfig,
     SftConfig,
     TrainConfig,
 )
-from rondo.roles.data.datasets import Row
-from rondo.roles.sampling.episode import Episode
-from rondo.roles.sampling.workflow import Client, Context
 
 CALL = re.compile(r"(\d{1,2})\+(\d{1,2});")
 
 
-async def calculate(row: Row, client: Client, context: Context) -> None:
+class Calculator:
     """Answers each call of the tool with its sum, until the policy answers itself."""
 
-    async def play(episode: Episode) -> None:
-        while not episode.over:
-            turn = await episode.generate()
-            call = CALL.fullmatch(turn.text)
-            if call is None:
-                return
-            await episode.say(f"{int(call[1]) + int(call[2])};")
-
-    await context.each(client, play)
+    async def step(self, said: str) -> str | None:
+        call = CALL.fullmatch(said)
+        return None if call is None else f"{int(call[1]) + int(call[2])};"
 
 
 def sums(num_rows: int = 6000, seed: int = 0) -> list[dict[str, str]]:
@@ -101,7 +93,7 @@ config = RunConfig(
         max_new_tokens=24,
         max_turns=4,
         stop=(";",),
-        workflow=calculate,
+        environment=EnvironmentConfig(factory=Calculator),
         num_slots=256,
     ),
     train=TrainConfig(lr=5e-4, warmup_steps=5, micro_batch_tokens=4096),

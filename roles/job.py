@@ -22,6 +22,7 @@ import orjson
 from rondo.comm.bus.bus import POLL_S, Bus, Round
 from rondo.comm.bus.member import Member
 from rondo.roles.config import JobConfig
+from rondo.roles.sampling.tools import with_tools
 from rondo.roles.training.compute_turns import Turns
 from rondo.roles.training.turn_order import TurnsFollowed, TurnsTold
 from rondo.runtime.memory.segments import SegmentClient
@@ -78,6 +79,7 @@ async def open_job(ctx: WorkerContext) -> Job:
 
 async def _open(ctx: WorkerContext) -> Job:
     config, model_path, device = open_settings(ctx)
+    config = await asyncio.to_thread(with_tools, config)
     member = Member(ctx.group, ctx.incarnation, ctx.rank, ctx.world_size, ctx.attempt)
     bus = Bus(member, ctx.coordinator, ctx.segments)
     await bus.open()

@@ -35,6 +35,7 @@ from rondo.roles.job import SLAB, open_job
 from rondo.roles.resumed import KeptSamples
 from rondo.roles.rewards.genrm import Genrm, Records
 from rondo.roles.rewards.pool import RewardPool
+from rondo.roles.sampling.environments import Environments
 from rondo.roles.sampling.evaluation import Evaluator, Part, result
 from rondo.roles.sampling.filters import keep_pool
 from rondo.roles.sampling.groups import Lease, PromptGroups, told_of
@@ -87,11 +88,14 @@ class RolloutRole:
             contexts = context_pool(
                 config.distillation.context, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s
             )
+        self._environments = environments = None
+        if config.rollout.environment is not None:
+            self._environments = environments = Environments(config, load_deadline_s=ctx.load_s)
         self._replica = replica = self.open_replica(ctx, job)
         async with AsyncExitStack() as pools:
             # Their workers take seconds to import what they need: meanwhile this process loads the model, or servers do.
             async with asyncio.TaskGroup() as opening:
-                for pool in (self._rewards, media, keep, contexts):
+                for pool in (self._rewards, media, keep, contexts, environments):
                     if pool is not None:
                         opening.create_task(pools.enter_async_context(pool))
                 starting_s = 0.0 if config.rollout.sglang is None else config.rollout.sglang.start_deadline_s
@@ -100,7 +104,10 @@ class RolloutRole:
                     stops = stops_of(job.model_path, tokenizer, config.rollout.stop, config.rollout.max_new_tokens)
                     rows, held_out = await ctx.compute(open_splits, config, Fingerprints.of_run(ctx.run_dir))
                     order = await ctx.compute(train_order, config, rows)
-                    workflow = await ctx.compute(open_workflow, config.rollout.workflow)
+                    if environments is None:
+                        workflow = await ctx.compute(open_workflow, config.rollout.workflow)
+                    else:
+                        workflow = environments.workflow(tokenizer)
                     newest = newest_complete(ctx.run_dir / "checkpoints")
                     kept = await asyncio.to_thread(KeptSamples.read, newest, base_columns(config))
                     await replica.open(pools)
@@ -129,8 +136,8 @@ class RolloutRole:
                         await self._unless_leaving(evaluating)
                     for task in (*beside, evaluating):
                         task.cancel()
-            if self._judge is not None:
-                await ctx.report("metrics", {"genrm": asdict(self._judge.stats())})
+            if asked := self._asked():
+                await ctx.report("metrics", asked)
         await replica.close()
 
     def _endpoint(self) -> AbstractAsyncContextManager[None]:
@@ -222,9 +229,15 @@ class RolloutRole:
             told = {"engine": asdict(stats[0]), "waits_s": totals()}
             if isinstance(self._replica.engine, Dispatcher):
                 told["dispatch"] = asdict(self._replica.engine.dispatch_stats())
-            if self._judge is not None:
-                told["genrm"] = asdict(self._judge.stats())
-            await self._ctx.report("metrics", told)
+            await self._ctx.report("metrics", told | self._asked())
+
+    def _asked(self) -> dict[str, Any]:
+        """Counters of the judge and of environments."""
+        judge, environments = self._judge, self._environments
+        told = {} if judge is None else {"genrm": asdict(judge.stats())}
+        if environments is not None:
+            told["environments"] = {name: asdict(each) for name, each in environments.stats().items()}
+        return told
 
     async def _tell_of_engines(self) -> None:
         """How many are healthy, to whoever knows how many must be."""

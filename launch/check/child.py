@@ -27,6 +27,7 @@ from rondo.launch.config import RunConfig, unresolve
 from rondo.models.config import MeshConfig
 from rondo.roles.config.data import NO_REWARD
 from rondo.roles.data.datasets import Row
+from rondo.roles.sampling.tools import check_template, with_tools
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.memory.free import free_memory_bytes
 from rondo.runtime.reference import in_one_line, uncollected
@@ -53,6 +54,10 @@ def main() -> None:
         if num:
             report.facts.device_bytes = min(torch.cuda.get_device_properties(i).total_memory for i in range(num))
 
+    if config.job == "rl":
+        shown = list[RunConfig]()
+        report.look(lambda: shown.append(with_tools(config)), "rollout.environment")
+        config = shown[0] if shown else config
     rows: list[Row] = []
 
     def look_at_rows() -> list[Row]:
@@ -152,8 +157,11 @@ def look_at_turns(config: RunConfig, report: Report, tokenizers: Sequence[Any], 
     from rondo.roles.data.chat import Chat, rewrites
 
     rollout, single = config.rollout, type(config.rollout).model_fields["workflow"].default
-    if rollout.workflow == single or not config.data.apply_chat_template or not tokenizers:
+    one_turn = rollout.workflow == single and rollout.environment is None
+    if one_turn or not config.data.apply_chat_template or not tokenizers:
         return
+    if "tools" in config.data.chat_template_args:
+        check_template(tokenizers[0].chat_template)
     row = Row("the template", "U", None, {}, tools=next((each.tools for each in rows if each.tools), ()))
     chat = Chat.of(tokenizers[0], row, config.data)
     if chat is not None and (found := rewrites(chat)):

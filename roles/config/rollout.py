@@ -139,6 +139,30 @@ class EndpointConfig(Section):
         yield from unguarded("rollout.endpoint", self.host, self.token_file, self.tls_cert, self.tls_key)
 
 
+SINGLE_TURN = "rondo.roles.sampling.single_turn:single_turn"
+
+
+class EnvironmentConfig(Section):
+    """Who answers the policy between its turns: an environment of each sample, tools, or both."""
+
+    place = "environment"
+    factory: FunctionRef | None = None
+    """A class, or a function without parameters, that makes the environment of a sample (`roles/sampling/environments.py`)."""
+    tools: tuple[FunctionRef, ...] = ()
+    """Functions with type hints and docstrings that the policy may call: plain ones run in killable processes, async ones in the
+    rollout process, each call by itself."""
+    num_workers: int = Field(2, ge=1)
+    """Processes of the plain tools."""
+    max_threads: int = Field(64, ge=1)
+    """Plain methods of environments that run at once; further ones wait."""
+    deadline_s: float = Field(60.0, gt=0)
+    """Of one call. A tool beyond it is an error that the policy is told of; an environment beyond it fails its sample."""
+
+    def refused(self) -> Iterator[str]:
+        if self.factory is None and not self.tools:
+            yield "environment.factory or environment.tools must be set, got neither. Set one, or remove environment"
+
+
 class RolloutConfig(Section):
     """What is sampled for a step, and under which limits. Lengths are in tokens."""
 
@@ -153,8 +177,10 @@ class RolloutConfig(Section):
     stop: tuple[str, ...] = ()
     """Texts that end a response where they are complete, besides every end of sequence of the model's generation config and its
     tokenizer. They stay part of the response: their tokens are trained, and the reward sees them."""
-    workflow: FunctionRef = "rondo.roles.sampling.single_turn:single_turn"
+    workflow: FunctionRef = SINGLE_TURN
     """`async def workflow(row, client, context)`: makes the samples of a prompt group, for training and evaluation alike."""
+    environment: EnvironmentConfig | None = None
+    """An environment or tools, in the place of a workflow."""
     max_turns: int | None = Field(None, ge=1)
     """Most turns of a sample: answers of the policy, with what is said to it between them."""
     max_rows: int = Field(1, ge=1)
@@ -205,6 +231,16 @@ class RolloutConfig(Section):
         return self.num_slots * (1 if servers is None else len(servers.urls) or servers.num_servers)
 
     def refused(self) -> Iterator[str]:
+        if self.environment is not None and self.workflow != SINGLE_TURN:
+            yield (
+                "rollout.workflow must not be set with rollout.environment, which brings its own, "
+                f"got {self.workflow}. Remove one of them"
+            )
+        if self.environment is not None and self.max_turns is None and self.max_episode_s is None:
+            yield (
+                "rollout.max_turns must be set with rollout.environment, or rollout.max_episode_s, so that samples end, got "
+                "neither. Set the most turns of a sample"
+            )
         if "" in self.stop:
             yield "rollout.stop must hold texts of one character or more, got an empty one. Remove it"
         if self.top_k == 1:

@@ -192,6 +192,11 @@ class Episode:
         return self._ended is not None
 
     @property
+    def num_turns(self) -> int:
+        """Of the policy, over all rows and branches."""
+        return self._shared.num_turns
+
+    @property
     def messages(self) -> list[Message]:
         """The conversation of this row so far, as the chat template is given it."""
         return [*self._row.conversation, *self._row.said]

@@ -1,0 +1,309 @@
+"""Environments: who answers the policy between its turns, by the settings `rollout.environment`.
+
+An environment is an object of a class of the user's, one a sample. All of its methods are optional, plain or async:
+
+    class Guess:
+        def reset(self, label, **row):                 # the row's columns by name; a text is said behind the prompt
+            self.number = int(label)
+
+        def step(self, said):                          # what the policy said: a text answers it, None ends the episode
+            guess = int(said)
+            return Step("higher" if guess < self.number else "lower", over=guess == self.number, reward=guess == self.number)
+
+        def close(self): ...                           # however the episode ended
+
+One without `step` has its public methods as tools, as in TRL's `environment_factory`, beside those of the settings. What a tool
+raises is said to the policy as its answer. The attribute `reward`, where it is there at the end, is what the sample is worth.
+
+Owns that protocol, the turns between policy and environment, and statistics. Does not own tokens and budgets (`episode.py`) or
+tools as such (`tools.py`).
+
+Invariant: no call holds the event loop, an engine's slot or a lease's deadline. A call ends in one of: its answer, an error, its
+deadline. An environment that fails, but as a tool, fails its sample alone; it is closed whatever happens. A plain method runs in
+a thread, which nobody can end: beyond the deadline it is left alone, with its environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import math
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rondo.roles.config import JobConfig
+from rondo.roles.data.datasets import Row
+from rondo.roles.rewards.function import UserFunction
+from rondo.roles.sampling import tools
+from rondo.roles.sampling.episode import Episode, Turn
+from rondo.roles.sampling.tools import SETTING, Answer, Call
+from rondo.roles.sampling.workflow import Client, Context, Workflow
+from rondo.runtime.errors import DeadlineExceeded
+from rondo.runtime.reference import in_one_line, load_reference
+from rondo.runtime.values import encode
+from rondo.runtime.waits import waiting
+
+_BEAT_S = 1.0
+"""While a group waits for its environments, its lease is told of so often."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an environment answers: something to say (text; with a chat template a message of the user), what the turn was worth,
+    and whether the episode is over."""
+
+    say: str | None = None
+    reward: float | None = None
+    over: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentStats:
+    """Of one environment, or tool, since the start: its steps, or calls; seconds of all of its methods; which of them raised, and
+    which took longer than they may."""
+
+    steps: int = 0
+    seconds: float = 0.0
+    errors: int = 0
+    timeouts: int = 0
+
+
+class EnvironmentFailed(Exception):
+    """An environment has failed, and so has its sample."""
+
+
+class Environments:
+    """The workflow of a run with `rollout.environment`. Opened before it is called; all methods belong to one event loop, on the
+    main thread. ConfigError for what the settings name and cannot be loaded."""
+
+    def __init__(self, config: JobConfig, *, load_deadline_s: float) -> None:
+        settings = config.rollout.environment
+        assert settings is not None
+        self._config, self._settings, self._load_deadline_s = config, settings, load_deadline_s
+        self._factory = None if settings.factory is None else load_reference(settings.factory, f"{SETTING}.factory")
+        named = [(load_reference(each, f"{SETTING}.tools"), each) for each in settings.tools]
+        self._tools = {tool.__name__: (tool, reference) for tool, reference in named}
+        self._schemas = tools.schemas(config)
+        self._name = (settings.factory or "").rpartition(":")[2]
+        self._contexts = dict[object, Context]()  # whose samples wait for an environment or a tool, by the call
+        self._threads = asyncio.Semaphore(settings.max_threads)
+        self._stats = dict[str, EnvironmentStats]()
+
+    def workflow(self, tokenizer: Any) -> Workflow:
+        """These, as the workflow of a policy with this tokenizer. ConfigError for a chat template that cannot show the tools."""
+        if self._schemas:
+            tools.check_template(tokenizer.chat_template)
+        return self
+
+    async def __aenter__(self) -> Environments:
+        settings = self._settings
+        plain = {name: each for name, (tool, each) in self._tools.items() if not inspect.iscoroutinefunction(tool)}
+        self._plain = UserFunction(
+            "rondo.roles.sampling.tools:open_tools", {"tools": plain}, work="tool", source=f"{SETTING}.tools",
+            num_workers=settings.num_workers, deadline_s=settings.deadline_s, load_deadline_s=self._load_deadline_s,
+        )  # fmt: skip
+        if plain:
+            await self._plain.start()
+        self._beating = asyncio.create_task(self._beat())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._beating.cancel()
+        await self._plain.close()
+
+    def stats(self) -> dict[str, EnvironmentStats]:
+        """By the name of the class, or function, that is asked."""
+        return dict(self._stats)
+
+    async def __call__(self, row: Row, client: Client, context: Context) -> None:
+        """Makes the samples of a row, each with an environment of its own."""
+        await context.each(client, functools.partial(self._play, row, context))
+
+    async def _play(self, row: Row, context: Context, episode: Episode) -> None:
+        async with self._environment(context) as environment:
+            if (reset := getattr(environment, "reset", None)) is not None:
+                said = await self._call(context, self._name, reset, **self._columns(row, reset))
+                await self._begin(said, context, episode)
+            told = over = False
+            while not (over or episode.over):
+                turn = await episode.generate()
+                if turn.finish_reason != "stop":
+                    break
+                step = await self._answer(environment, context, turn, episode)
+                if step.reward is not None:
+                    episode.reward(_number(step.reward))
+                    told = True
+                over = step.over
+                if step.say is not None and not over:
+                    await episode.say(step.say if context.chat is None else [{"role": "user", "content": step.say}])
+            reward = getattr(environment, "reward", None)
+            if reward is not None and episode.num_turns and not told:
+                episode.reward(_number(reward))
+
+    async def _begin(self, said: Any, context: Context, episode: Episode) -> None:
+        """What an environment says at the beginning stands at the end of the prompt, in the same message where that is text."""
+        if said is not None and not isinstance(said, str):
+            raise EnvironmentFailed(f"reset must return a text or None, got {type(said).__name__}")
+        if said and context.chat is None:
+            await episode.say(said)
+        elif said:
+            *before, last = episode.messages
+            if last["role"] != "user" or not isinstance(last["content"], str):
+                before, last = episode.messages, {"role": "user", "content": ""}
+            await episode.new_context([*before, {**last, "content": last["content"] + said}])
+
+    async def _answer(self, environment: Any, context: Context, turn: Turn, episode: Episode) -> Step:
+        """To a turn. What tools answer is said here, in a message each."""
+        calls = tools.calls_of(turn.text, context.tokenizer.chat_template, self._schemas) if self._schemas else []
+        if calls is None:
+            answers = [("", Answer("Error: the call could not be read. Write it as shown", failed=True))]
+        elif calls:
+            answers = [(call.name, await self._tool(environment, context, call)) for call in calls]
+        elif (step := getattr(environment, "step", None)) is not None:
+            found = await self._call(context, self._name, step, turn.text)
+            found = Step(found) if isinstance(found, str) else Step(over=True) if found is None else found
+            if not isinstance(found, Step):
+                raise EnvironmentFailed(f"step must return a text, a Step or None, got {type(found).__name__}")
+            return found
+        else:
+            return Step(over=True)
+        await episode.say([{"role": "tool", "name": name, "content": each.text} for name, each in answers])
+        return Step()
+
+    async def _tool(self, environment: Any, context: Context, call: Call) -> Answer:
+        names = [each["function"]["name"] for each in self._schemas]
+        tool, _ = self._tools.get(call.name, (getattr(environment, call.name, None), ""))
+        if call.name not in names or tool is None:
+            return Answer(f"Error: there is no tool {call.name!r}. There are: {', '.join(names)}", failed=True)
+        whose = call.name if call.name in self._tools else self._name
+        arguments = tools.arguments_of(call, tool)
+        if isinstance(arguments, Answer):
+            self._count(whose, errors=1)
+            return arguments
+        if whose == self._name or inspect.iscoroutinefunction(tool):
+            try:
+                return tools.answered(await self._call(context, whose, tool, **arguments))
+            except _Raised as error:
+                return tools.failed(error.raised)
+            except EnvironmentFailed as error:
+                if whose == self._name:  # what state it is in, nobody knows
+                    raise
+                return Answer(f"Error: {error}", failed=True)
+        began = time.monotonic()
+        with self._waiting(context):
+            [outcome] = await self._plain.run([encode([call.name, arguments])])
+        answer = Answer(f"Error: {outcome.brief}", True) if outcome.error else Answer(*outcome.value)
+        errors = answer.failed and not outcome.timed_out
+        self._count(whose, time.monotonic() - began, errors=errors, timeouts=outcome.timed_out)
+        return answer
+
+    @asynccontextmanager
+    async def _environment(self, context: Context) -> AsyncIterator[Any]:
+        """One of a sample, None where there are tools alone; closed at the end."""
+        if self._factory is None:
+            yield None
+            return
+        environment = await self._call(context, self._name, self._factory)
+        try:
+            yield environment
+        finally:
+            if (close := getattr(environment, "close", None)) is not None:
+                with suppress(EnvironmentFailed):  # it is counted; the sample is what it is
+                    await self._call(context, self._name, close)
+
+    async def _call(
+        self, context: Context, whose: str, method: Callable[..., Any], /, *args: Any, **keywords: Any
+    ) -> Any:
+        """A method of an environment, what makes one, or an async tool, counted as `whose`. EnvironmentFailed beyond its
+        deadline, and for what it raises (`_Raised`)."""
+        limit_s, name = self._settings.deadline_s, getattr(method, "__name__", "")
+        what = whose if whose == name else f"{whose}.{name}"
+        is_step = method is not self._factory and name not in ("reset", "close")
+        call, errors, late = functools.partial(method, *args, **keywords), False, False
+        is_async = inspect.iscoroutinefunction(method)
+        with self._waiting(context):
+            async with nullcontext() if is_async else self._threads:
+                began = time.monotonic()
+                try:
+                    async with waiting("environment", peer=what, deadline_s=limit_s):
+                        return await (call() if is_async else _in_thread(call))
+                except DeadlineExceeded as error:
+                    late = True
+                    raise EnvironmentFailed(f"{what} must return within {limit_s:g} s, got no end") from error
+                except (Exception, SystemExit) as error:
+                    errors = True
+                    raise _Raised(f"{what} failed: {in_one_line(error)}", error) from error
+                finally:
+                    self._count(whose, time.monotonic() - began, steps=is_step, errors=errors, timeouts=late)
+
+    @contextmanager
+    def _waiting(self, context: Context) -> Iterator[None]:
+        """The lease of the group lasts meanwhile."""
+        key = object()
+        self._contexts[key] = context
+        try:
+            yield
+        finally:
+            del self._contexts[key]
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(_BEAT_S)
+            for context in set(self._contexts.values()):
+                context.progress()
+
+    def _columns(self, row: Row, reset: Callable[..., Any]) -> dict[str, Any]:
+        """Of a row, as the user's data name them, those that `reset` has parameters for."""
+        data, parameters = self._config.data, inspect.signature(reset).parameters
+        every = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        named = {**row.metadata, data.prompt: row.prompt, **({} if data.label is None else {data.label: row.label})}
+        return {name: value for name, value in named.items() if every or name in parameters}
+
+    def _count(self, name: str, seconds: float = 0.0, *, steps: int = 1, errors: int = 0, timeouts: int = 0) -> None:
+        had = self._stats.get(name, EnvironmentStats())
+        self._stats[name] = EnvironmentStats(
+            had.steps + steps, had.seconds + seconds, had.errors + errors, had.timeouts + timeouts
+        )
+
+
+class _Raised(EnvironmentFailed):
+    """With what the environment's own code raised."""
+
+    def __init__(self, text: str, raised: BaseException) -> None:
+        super().__init__(text)
+        self.raised = raised
+
+
+async def _in_thread(call: Callable[[], Any]) -> Any:
+    """In a thread of its own, which the end of this process does not wait for."""
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+    def tell(value: Any, error: BaseException | None) -> None:
+        if not answer.done():
+            answer.set_result((value, error))
+
+    def work() -> None:
+        try:
+            found: tuple[Any, BaseException | None] = (call(), None)
+        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+            found = (None, error)
+        with suppress(RuntimeError):  # nobody waits in a loop that is closed
+            loop.call_soon_threadsafe(tell, *found)
+
+    threading.Thread(target=work, name="environment", daemon=True).start()
+    value, error = await answer
+    if error is not None:  # one that ends tasks or processes would be taken for ours
+        raise error if isinstance(error, Exception) else RuntimeError(in_one_line(error)) from error
+    return value
+
+
+def _number(reward: Any) -> float:
+    if not math.isfinite(value := float(reward)):
+        raise EnvironmentFailed(f"a reward must be a finite number, got {value}")
+    return value

@@ -1,0 +1,179 @@
+"""Tools: plain Python functions that the policy may call in what it says, as the chat template shows them.
+
+Owns their JSON schemas, made of type hints and docstrings; which of them a turn calls; and what a call is answered. Does not own
+the ways in which models write calls (`roles/serve/calls.py`), or who waits for a tool, and how long (`environments.py`).
+
+    schemas_of([add])                      # [{"type": "function", "function": {"name": "add", "parameters": ...}}]
+    calls_of(turn.text, template, schemas) # [Call("add", '{"a":1,"b":2}')]
+
+Invariant: whatever a tool does, its answer is a text for the policy.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+import orjson
+
+from rondo.roles.rewards.worker import Opened
+from rondo.roles.serve.calls import Call, call_reader
+from rondo.roles.serve.output import OutputReader
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.reference import in_one_line, load_reference
+from rondo.runtime.values import encode
+
+if TYPE_CHECKING:
+    from rondo.roles.config import DataConfig, JobConfig
+
+Settings = TypeVar("Settings", bound="JobConfig")
+SETTING = "rollout.environment"
+_MARK = "<tool_call>"
+
+
+class Answer(NamedTuple):
+    """What the policy is told of a call."""
+
+    text: str
+    failed: bool = False
+
+
+def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
+    """What the chat template is told of them. ConfigError for one without type hints or without a docstring in Google's style,
+    and for two of one name."""
+    from transformers.utils import get_json_schema
+
+    found = []
+    for tool in tools:
+        try:
+            found.append(get_json_schema(tool))
+        except Exception as error:
+            raise ConfigError(
+                f"{SETTING} must have tools with type hints, and a docstring with a line of each argument below `Args:`, got "
+                f"{tool.__qualname__} ({in_one_line(error)}). Write them"
+            ) from error
+    names = [each["function"]["name"] for each in found]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"{SETTING} must have tools of different names, got two of {', '.join(twice)}. Rename one")
+    return found
+
+
+def methods_of(factory: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """The tools of an environment by name: the public methods of its class, unless it has a `step`. They are bound to nothing,
+    for their signatures alone."""
+    names = [] if hasattr(factory, "step") or not inspect.isclass(factory) else dir(factory)
+    own = {
+        name: getattr(factory, name) for name in names if not name.startswith("_") and name not in ("reset", "close")
+    }
+    return {name: types.MethodType(each, object()) for name, each in own.items() if inspect.isfunction(each)}
+
+
+def schemas(config: JobConfig) -> list[dict[str, Any]]:
+    """Of all tools that the settings name. ConfigError for what cannot be loaded or told to a policy."""
+    environment = config.rollout.environment
+    if environment is None:
+        return []
+    tools = [load_reference(each, f"{SETTING}.tools") for each in environment.tools]
+    if environment.factory is not None:
+        factory = load_reference(environment.factory, f"{SETTING}.factory")
+        tools += methods_of(factory).values()
+        try:
+            inspect.signature(factory).bind()
+        except TypeError as error:
+            raise ConfigError(
+                f"{SETTING}.factory must be called without arguments, got {environment.factory} ({error}). Give its parameters "
+                "defaults"
+            ) from error
+        if inspect.isclass(factory) and not tools and not hasattr(factory, "step"):
+            raise ConfigError(
+                f"{SETTING}.factory must make what has a `step`, or public methods as tools, got {factory.__name__} with "
+                "neither. Add one"
+            )
+    return schemas_of(tools) if tools else []
+
+
+def with_tools(config: Settings) -> Settings:
+    """The settings with the schemas among what the chat template is given, in every prompt that a policy answers or learns from.
+    ConfigError for prompts that no template writes, and for tools of their own."""
+    if not (found := schemas(config)):
+        return config
+
+    def told(data: DataConfig) -> DataConfig:
+        if not data.apply_chat_template or data.tools is not None or "tools" in data.chat_template_args:
+            raise ConfigError(
+                f"data.apply_chat_template must be True, and data.tools and data.chat_template_args['tools'] not be set, with "
+                f"tools of {SETTING}, which the chat template shows, got otherwise. Change one of them"
+            )
+        return data.model_copy(update={"chat_template_args": {**data.chat_template_args, "tools": found}})
+
+    def within(section: Any, **update: Any) -> Any:
+        return section and section.model_copy(update={"data": section.data and told(section.data), **update})
+
+    sets = {} if config.evaluation is None else config.evaluation.sets
+    evaluation = {} if not sets else {"sets": {name: within(each) for name, each in sets.items()}}
+    update = {"evaluation": within(config.evaluation, **evaluation), "sft": within(config.sft)}
+    return config.model_copy(update={"data": told(config.data), **update})
+
+
+def check_template(chat_template: object) -> None:
+    """ConfigError for one that does not show tools in a way that is known here."""
+    if _MARK not in str(chat_template):
+        raise ConfigError(
+            f"{SETTING} must come without tools for a chat template that does not show how to call them ({_MARK}), got tools. "
+            "Answer in `step`, or take another model"
+        )
+
+
+def calls_of(text: str, chat_template: object, tools: Sequence[Mapping[str, Any]]) -> list[Call] | None:
+    """The calls that a turn makes, in their order; None where it tries to make one that cannot be read."""
+    reader = OutputReader(
+        calls=call_reader(chat_template, tools), reasoning="</think>" in text and "<think>" not in text
+    )
+    parts = [*reader.feed(text), *reader.finish()]
+    calls = [Call(part.name, part.text) for part in parts if part.kind == "call"]
+    tried = any(part.kind == "content" and _MARK in part.text for part in parts)
+    return None if tried and not calls else calls
+
+
+def arguments_of(call: Call, tool: Callable[..., Any]) -> dict[str, Any] | Answer:
+    """The keywords of a call; or why the tool cannot be called so."""
+    try:
+        arguments = orjson.loads(call.arguments)
+        if not isinstance(arguments, dict):
+            raise TypeError("arguments must be an object of names and values")
+        inspect.signature(tool).bind(**arguments)
+    except (TypeError, ValueError) as error:
+        return failed(error)
+    return arguments
+
+
+def failed(error: BaseException) -> Answer:
+    """What the policy is told of an error: no place, since that differs between machines."""
+    return Answer(f"Error: {type(error).__name__}: {error}", True)
+
+
+def answered(value: Any) -> Answer:
+    """What the policy is told of a value: text as it is, JSON where it can be, else Python's own words."""
+    if isinstance(value, str):
+        return Answer(value)
+    try:
+        return Answer("" if value is None else orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+    except orjson.JSONEncodeError:
+        return Answer(str(value))
+
+
+def open_tools(tools: Mapping[str, str]) -> Opened:
+    """Those with these names and references, as a process calls them: an item is [name, keywords], what comes of it an
+    `Answer`."""
+    loaded = {name: load_reference(each, f"{SETTING}.tools") for name, each in tools.items()}
+
+    def call(item: list[Any]) -> Answer:
+        name, arguments = item
+        try:
+            return answered(loaded[name](**arguments))
+        except Exception as error:  # noqa: BLE001 - the policy is told of it
+            return failed(error)
+
+    return Opened(call, lambda answer: encode(list(answer)), is_async=False)

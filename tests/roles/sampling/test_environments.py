@@ -1,0 +1,363 @@
+"""Environments: who answers the policy, and what becomes of a sample whose environment fails, is late, or is none."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pydantic import ValidationError
+
+from rondo.models.tiny.tokenizer import END_OF_TURN, build_tokenizer
+from rondo.roles.config import JobConfig
+from rondo.roles.data.chat import Chat
+from rondo.roles.data.datasets import Row
+from rondo.roles.data.prompts import render_prompt
+from rondo.roles.engines.engine import Completion, Request, SamplingParams
+from rondo.roles.sampling import environments
+from rondo.roles.sampling.columns import loss_mask
+from rondo.roles.sampling.environments import Environments, EnvironmentStats, Step
+from rondo.roles.sampling.episode import Made
+from rondo.roles.sampling.evaluation import limits_of
+from rondo.roles.sampling.tools import with_tools
+from rondo.roles.sampling.workflow import Client, Context
+from rondo.runtime.errors import ConfigError
+
+TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call with <tool_call>.<|im_end|>\n"
+    "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""As Qwen3's, in short."""
+TOKENIZER = build_tokenizer()
+TOKENIZER.chat_template = TEMPLATE
+END = TOKENIZER.convert_tokens_to_ids(END_OF_TURN)
+ROW = Row("row 9", "Play.", "3", {"level": 2})
+
+
+def call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def job(
+    *, chat: bool = True, limits: dict[str, Any] | None = None, reward: bool = True, **environment: Any
+) -> JobConfig:
+    return JobConfig.model_validate(
+        {
+            "name": "played", "num_steps": 1, "model": {"path": "model"},
+            "data": {"path": "train.jsonl", "prompt": "question", "label": "answer", "apply_chat_template": chat},
+            **({"reward": {"function": "rewards:exact"}} if reward else {}),
+            "rollout": {
+                "prompts_per_step": 1, "samples_per_prompt": 2, "max_prompt_tokens": 2048, "max_new_tokens": 2048,
+                "max_turns": 8, "environment": environment, **(limits or {}),
+            },
+        }
+    )  # fmt: skip
+
+
+class Played:
+    """What became of the samples in which the policy says these texts, one a turn."""
+
+    def __init__(self, made: list[Made], stats: dict[str, EnvironmentStats], prompts: list[str]) -> None:
+        self.made = sorted(made, key=lambda each: each.number)
+        self.stats, self.prompts = stats, prompts
+
+    def text(self, number: int = 0) -> str:
+        row = self.made[number].rows[-1]
+        return str(TOKENIZER.decode([*row.prompt.tolist(), *row.completion.tokens.tolist()]))
+
+
+async def played(config: JobConfig, *turns: str, samples: int = 1, progress: Any = lambda: None) -> Played:
+    config, prompts, said = with_tools(config), list[str](), dict[str, int]()
+    prompt = render_prompt(TOKENIZER, ROW, config.data, 2048)
+    limits = limits_of(config.rollout, 2048)
+    at = Context(
+        ROW,
+        prompt,
+        None,
+        TOKENIZER,
+        range(samples),
+        limits,
+        chat=Chat.of(TOKENIZER, ROW, config.data),
+        progress=progress,
+    )
+
+    async def ask(request: Request) -> Completion:
+        number = request.id.split(".")[0]
+        turn = said[number] = said.get(number, 0) + 1
+        prompts.append(TOKENIZER.decode(request.sequence.tolist()))
+        tokens = np.array([*TOKENIZER(turns[turn - 1])["input_ids"], END], np.int32)
+        parts = tokens, np.ones(len(tokens), np.float32), np.zeros(len(tokens), np.int32)
+        if (before := request.prefix) is not None:
+            had = before.tokens, before.log_probs, before.policy_versions
+            parts = tuple(np.concatenate(pair) for pair in zip(had, parts, strict=True))  # type: ignore[assignment]
+        return Completion(request.id, *parts, "stop")
+
+    params = SamplingParams(2048, stop_token_ids=(END,))
+    client = Client(at, lambda number: Request(f"g/{number}", prompt, params, seed=number), ask)
+    async with asyncio.timeout(120), Environments(config, load_deadline_s=100) as opened:
+        made = [each async for some in at.samples(opened.workflow(TOKENIZER), client) for each in some]
+    return Played(made, opened.stats(), prompts)
+
+
+async def add(a: int, b: int = 1) -> int:
+    """Adds two numbers.
+
+    Args:
+        a: the first
+        b: the second
+    """
+    return a + b
+
+
+async def look(context: str) -> dict[str, Any]:
+    """Looks.
+
+    Args:
+        context: where
+    """
+    raise LookupError(context)
+
+
+async def test_tools_answer_in_their_messages_and_what_goes_wrong_is_told_to_the_policy() -> None:
+    found = await played(
+        job(tools=[add, look]),
+        "Hm." + call("add", '{"a": 1, "b": 2}') + call("add", '{"a": 4}'),
+        call("look", '{"context": "home"}') + call("add", '{"x": 4}') + call("run", "{}"),
+        "<tool_call>add(1)</tool_call>",
+        "3",
+    )
+    [made] = found.made
+    assert '"name": "add"' in found.prompts[0] and "the second" in found.prompts[0]
+    wrong = "TypeError: missing a required argument: 'a'"
+    said = [
+        ["3", "5"], ["Error: LookupError: home", f"Error: {wrong}", "Error: there is no tool 'run'. There are: add, look"],
+        ["Error: the call could not be read. Write it as shown"],
+    ]  # fmt: skip
+    told = "<|im_end|>\n" + "".join(f"<|im_start|>tool\n{each}<|im_end|>\n" for each in said[0])
+    assert found.prompts[1] == found.prompts[0] + "Hm." + call("add", '{"a": 1, "b": 2}') + call("add", '{"a": 4}') + (
+        told + "<|im_start|>assistant\n"
+    )
+    for prompt, answers in zip(found.prompts[1:], said, strict=True):
+        for each in answers:
+            assert f"<|im_start|>tool\n{each}<|im_end|>" in prompt
+    done = made.last
+    assert loss_mask(done, False).sum() == sum(done.policy_versions >= 0) < len(done.tokens)
+    assert made.error is None and made.reward is None and len(made.rows) == 1
+    counts = {name: (each.steps, each.errors, each.timeouts) for name, each in found.stats.items()}
+    assert counts == {"add": (3, 1, 0), "look": (1, 1, 0)}
+
+
+async def test_a_plain_tool_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        'import os\n\ndef pid(of: str) -> int:\n    """Which process.\n\n    Args:\n        of: whose\n    """\n'
+        "    if of == 'nobody':\n        raise LookupError(of)\n    return os.getpid()\n"
+    )
+    turns = call("pid", '{"of": "us"}') + call("pid", '{"of": "nobody"}'), "thanks"
+    found = await played(job(tools=[f"{file}:pid"], num_workers=1), *turns)
+    first, second = found.prompts[1].split("<|im_start|>tool\n")[1:]
+    assert int(first.split("<")[0]) not in (0, __import__("os").getpid())
+    assert second.startswith("Error: LookupError: nobody<") and found.stats["pid"].errors == 1
+
+
+class Guess:
+    """The protocol: an environment with `step`."""
+
+    closed: list[Any] = []  # noqa: RUF012 - of all
+
+    def reset(self, answer: str, level: int) -> str:
+        self.number = int(answer) + level
+        return f" Up to {10 * level}."
+
+    def step(self, said: str) -> Any:
+        if said == "what?":
+            return None
+        guess = int(said)
+        if guess == self.number:
+            return Step("never said", reward=1.0, over=True)
+        return Step("higher", reward=0.25) if guess < self.number else "lower"
+
+    async def close(self) -> None:
+        Guess.closed.append(self)
+
+
+@pytest.mark.parametrize("chat", [True, False])
+async def test_an_environment_answers_each_turn_and_says_what_it_is_worth(chat: bool) -> None:
+    found = await played(job(chat=chat, factory=Guess), "4", "9", "5")
+    [made] = found.made
+    if chat:
+        begin = "<|im_start|>user\nPlay. Up to 20.<|im_end|>\n<|im_start|>assistant\n"
+        between = [
+            "<|im_end|>\n<|im_start|>user\n" + each + "<|im_end|>\n<|im_start|>assistant\n"
+            for each in ("higher", "lower")
+        ]
+    else:
+        begin, between = "Play. Up to 20.", ["<|im_end|>higher", "<|im_end|>lower"]
+    assert found.text() == f"{begin}4{between[0]}9{between[1]}5<|im_end|>"
+    assert made.reward == 1.25 and [value for _, value in made.rows[0].rewards] == [0.25, 1.0]
+    assert (found.stats["Guess"].steps, found.stats["Guess"].errors) == (3, 0) and found.stats["Guess"].seconds > 0
+
+
+async def test_an_environment_that_fails_fails_its_sample_and_is_closed_and_one_that_ends_leaves_the_reward_open() -> (
+    None
+):
+    Guess.closed.clear()
+    found = await played(job(factory=Guess), "4", "x", samples=2)
+    assert len(Guess.closed) == 2
+    for each in found.made:
+        assert each.error is not None and "Guess.step failed: ValueError: invalid literal" in each.error
+        assert each.reward is None
+    assert found.stats["Guess"].errors == 2
+    [made] = (await played(job(factory=Guess), "what?")).made
+    assert made.error is None and made.reward is None and len(Guess.closed) == 3
+
+
+async def test_the_last_turn_that_a_budget_allows_is_answered_and_worth_what_it_is() -> None:
+    [made] = (await played(job(factory=Guess, limits={"max_turns": 2}), "9", "4")).made
+    assert made.reward == 0.25 and made.last.finish_reason == "length"
+
+
+class Wordle:
+    """As TRL's `environment_factory` takes it: public methods are tools, the reward is read."""
+
+    def __init__(self) -> None:
+        self.reward = 0.0
+
+    def reset(self, **row: Any) -> str | None:
+        self.word, self.done = "crane", False
+        return f"\nGuess {row['answer']} times at most."
+
+    def guess(self, word: str) -> str:
+        """Guesses the word.
+
+        Args:
+            word: five letters
+
+        Returns:
+            which letters are right
+        """
+        if self.done:
+            raise ValueError("Game over.")
+        self.done = word == self.word
+        self.reward = 1.0 if self.done else 0.1
+        return "".join("+" if a == b else "-" for a, b in zip(word, self.word, strict=True))
+
+    def _hidden(self) -> None: ...
+
+
+async def test_a_class_with_tools_for_methods_runs_unchanged() -> None:
+    turns = [call("guess", f'{{"word": "{word}"}}') for word in ("brake", "crane", "crane")]
+    found = await played(job(factory=Wordle, reward=False), *turns, "Done.")
+    assert "Play.\nGuess 3 times at most.<|im_end|>" in found.prompts[0] and "five letters" in found.prompts[0]
+    assert "_hidden" not in found.prompts[0] and '"name": "reset"' not in found.prompts[0]
+    for prompt, answer in zip(found.prompts[1:], ("-++-+", "+++++", "Error: ValueError: Game over."), strict=True):
+        assert f"<|im_start|>tool\n{answer}<|im_end|>\n<|im_start|>assistant\n" in prompt
+    [made] = found.made
+    assert made.error is None and made.reward == 1.0 and len(made.rows) == 1
+    assert (found.stats["Wordle"].steps, found.stats["Wordle"].errors) == (3, 1)
+
+
+class Slow:
+    """Its `step` lasts until somebody lets it go."""
+
+    entered, go = threading.Event(), threading.Event()
+    loop: Any = None
+    called: Any = None
+
+    def step(self, said: str) -> Step:
+        self.entered.set()
+        self.loop.call_soon_threadsafe(self.called.set)
+        return Step(reward=float(self.go.wait(60)), over=True)
+
+
+async def test_a_method_that_blocks_holds_neither_the_loop_nor_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "_BEAT_S", 0.001)
+    Slow.loop, Slow.called = asyncio.get_running_loop(), asyncio.Event()
+    Slow.entered.clear()
+    Slow.go.clear()
+    beats = 0
+
+    def progress() -> None:
+        nonlocal beats
+        beats += Slow.entered.is_set()
+        if beats == 3:
+            Slow.go.set()
+
+    [made] = (await played(job(factory=Slow), "x", progress=progress)).made
+    assert made.reward == 1.0
+
+
+async def test_a_call_beyond_its_deadline_has_one_outcome() -> None:
+    Slow.loop, Slow.called = asyncio.get_running_loop(), asyncio.Event()
+    Slow.go.clear()
+    try:
+        found = await played(job(factory=Slow, deadline_s=0.2), "x")
+    finally:
+        Slow.go.set()
+    [made] = found.made
+    assert made.error is not None and "Slow.step must return within 0.2 s, got no end" in made.error
+    assert (found.stats["Slow"].errors, found.stats["Slow"].timeouts) == (0, 1)
+
+
+async def hangs(text: str) -> str:
+    """Never.
+
+    Args:
+        text: any
+    """
+    await asyncio.Event().wait()
+    return text
+
+
+async def test_a_tool_beyond_its_deadline_is_told_to_the_policy() -> None:
+    found = await played(job(tools=[hangs], deadline_s=0.05), call("hangs", '{"text": "x"}'), "well")
+    assert "<|im_start|>tool\nError: hangs must return within 0.05 s, got no end<|im_end|>" in found.prompts[1]
+    assert found.made[0].error is None
+    assert (found.stats["hangs"].steps, found.stats["hangs"].errors, found.stats["hangs"].timeouts) == (1, 0, 1)
+
+
+def unspoken(a, b):  # type: ignore[no-untyped-def]
+    return a + b
+
+
+class Nothing:
+    reward = 1.0
+
+
+def needs(port: int) -> Guess:
+    return Guess()
+
+
+def test_settings_that_no_run_could_follow_are_refused() -> None:
+    for options, error in (
+        ({}, "environment.factory or environment.tools must be set, got neither"),
+        ({"factory": Guess, "limits": {"max_turns": None}}, "rollout.max_turns must be set with rollout.environment"),
+        (
+            {"factory": Guess, "limits": {"workflow": "a:b"}},
+            "rollout.workflow must not be set with rollout.environment",
+        ),
+    ):
+        with pytest.raises(ValidationError, match=error):
+            job(**options)
+    for options, error in (
+        ({"tools": [unspoken]}, "must have tools with type hints, and a docstring .* got unspoken"),
+        ({"tools": [add, add]}, "must have tools of different names, got two of add"),
+        ({"tools": [add], "chat": False}, "data.apply_chat_template must be True"),
+        ({"factory": Wordle, "chat": False}, "data.apply_chat_template must be True"),
+        ({"factory": Nothing}, "must make what has a `step`, or public methods as tools, got Nothing"),
+        ({"factory": needs}, "must be called without arguments, got .*:needs"),
+        ({"tools": ["nowhere.at.all:add"]}, "must name a function that can be imported"),
+    ):
+        with pytest.raises(ConfigError, match=error):
+            with_tools(job(**options))
+    with pytest.raises(ConfigError, match="must come without tools for a chat template that does not show how"):
+        Environments(job(tools=[add]), load_deadline_s=1).workflow(build_tokenizer())
+    evaluated = job(tools=[add]).model_dump() | {"evaluation": {"data": job(tools=[add]).data.model_dump()}}
+    told = with_tools(JobConfig.model_validate(evaluated))
+    assert told.evaluation is not None and told.evaluation.data is not None
+    for data in (told.data, told.evaluation.data):
+        assert [each["function"]["name"] for each in data.chat_template_args["tools"]] == ["add"]
