@@ -172,6 +172,10 @@ def _weights(meant: Meant) -> Iterator[str]:
 def settings_of(settings: RunConfig, model: str, only: Sequence[str] = (), sets: Sequence[str] = ()) -> RunConfig:
     """Those of a run that evaluates `model` on the evaluation sets `only`, all without, as `settings` evaluate; with `--set`
     changes. What trains has none of their devices, and is not started."""
+    if settings.job == "reward_model":
+        raise ConfigError(
+            "the settings must be of a model that answers, got a reward model's, which scores. Choose another run"
+        )
     source = settings.group_of("rollout") or settings.group_of("actor")  # of a job without rollouts
     if settings.evaluation is None:
         raise ConfigError(
@@ -202,7 +206,8 @@ def settings_of(settings: RunConfig, model: str, only: Sequence[str] = (), sets:
         held = {name: getattr(judges, name) for name in ("processes", "replicas", "threads", "devices")}
         groups.append({"name": "genrm", "roles": ["genrm"], **held})
     less = {
-        "job": "rl", "num_steps": 1, "max_staleness": 0, "sft": None, "dpo": None, "roles": {}, "algorithm": {}, "admin": {},
+        "job": "rl", "num_steps": 1, "max_staleness": 0, "sft": None, "dpo": None, "reward_model": None, "roles": {},
+        "algorithm": {}, "admin": {},
         "train": {"hot_snapshot": False} | {name: tree["train"][name] for name in ("dtype", "micro_batch_tokens")},
         "bus": {name: value for name, value in tree["bus"].items() if name != "partitions"},
     }  # fmt: skip

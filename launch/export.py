@@ -32,7 +32,8 @@ def main(source: Path, out: Path, dtype: str, merged: bool = False, checkpoint: 
     from rondo.models.checkpoint import export
 
     if lora is None:
-        export(found, out.absolute(), path, dtype=dtype)
+        scores = read_json(run / "config.resolved.json").get("job") == "reward_model"
+        export(found, out.absolute(), path, dtype=dtype, scores=scores)
     else:
         write = export_merged if merged else export_adapter
         write(found, out.absolute(), path, lora, dtype=dtype)

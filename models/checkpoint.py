@@ -48,6 +48,7 @@ from rondo.models.names import (
 )
 from rondo.models.published import weights_on_first
 from rondo.models.state import named_tensors, options, random_states, set_options, set_random_states
+from rondo.models.value_head import give_value_head
 from rondo.runtime.checkpoints import MARKER, NoRoom, check_format, flush, flush_tree, free_bytes, is_full, publish
 from rondo.runtime.errors import CorruptData, PeerGone, RondoError
 from rondo.runtime.memory.to_host import to_host
@@ -361,15 +362,18 @@ def read_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
         dcp.load(found, checkpoint_id=folder / SHARDS)
 
 
-def export(folder: Path, out: Path, model_path: str, *, dtype: str = "float32") -> None:
+def export(folder: Path, out: Path, model_path: str, *, dtype: str = "float32", scores: bool = False) -> None:
     """Write the weights of the checkpoint `folder`, of any number of processes, as the Hugging Face folder `out`, with the config
-    and the tokenizer of `model_path`: in one process, which holds a file of it at a time and never a model.
+    and the tokenizer of `model_path`: in one process, which holds a file of it at a time and never a model. scores: they are a
+    reward model's.
 
     Raises CorruptData like `load`, and NoRoom.
     """
     _check_whole(folder)
     model = empty_model(model_path)
     model.generation_config = generation_config(model_path) or model.generation_config
+    if scores:
+        give_value_head(model)
     _check(folder, {f"model.{name}": tensor for name, tensor in memory_tensors(model).items()}, "model.")
     export_hf(out, model, model_path, dtype=dtype, tensors=_stored(folder / SHARDS, model, dtype))
 

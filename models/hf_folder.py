@@ -1,5 +1,5 @@
-"""A Hugging Face folder: weights in files, config, tokenizer, processor files; what transformers loads by its auto classes.
-And the folder of an adapter, which peft loads beside its base.
+"""A Hugging Face folder: weights in files, config, tokenizer, processor files; what transformers loads by its auto classes, a
+model with a value head as one for sequence classification. And the folder of an adapter, which peft loads beside its base.
 
 Owns their layout. Does not own where the weights come from: a model that trains, or the shards of a checkpoint (`checkpoint.py`).
 
@@ -22,6 +22,7 @@ from transformers.utils import cached_file
 from rondo.models.families import family_of
 from rondo.models.load import load_tokenizer
 from rondo.models.lora import by_expert, config_of, published_adapter
+from rondo.models.value_head import config_of_scores, value_head_of
 
 MAX_FILE_BYTES = 4 << 30
 _PROCESSOR_FILES = (
@@ -49,14 +50,15 @@ def write_folder(
     if len(files) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": places}
         (folder / "model.safetensors.index.json").write_bytes(orjson.dumps(index, option=orjson.OPT_INDENT_2))
-    config = copy.deepcopy(model.config)
+    scores, tokenizer = value_head_of(model) is not None, load_tokenizer(tokenizer_path)
+    config = config_of_scores(model.config, tokenizer) if scores else copy.deepcopy(model.config)
     config.dtype = getattr(torch, dtype)
     # FSDP2 puts its own class, named so, in front of the model's.
     config.architectures = config.architectures or [type(model).__name__.removeprefix("FSDP")]
     config.save_pretrained(folder)
-    if model.can_generate():
+    if model.can_generate() and not scores:
         model.generation_config.save_pretrained(folder)
-    load_tokenizer(tokenizer_path).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     if family_of(model) is not None:
         _copy_processor(folder, tokenizer_path)
 

@@ -66,6 +66,10 @@ class Group:
 
 ADAPTER = re.compile(r"\.lora_[AB]\.weight$")
 """What the names of adapters, and no others, match."""
+SCORE = "score.weight"
+"""A value head, in a folder: as models for sequence classification have it."""
+HEAD = "_value_head"
+"""Attribute of a model that has one: its name in memory."""
 _plans: WeakKeyDictionary[Any, tuple[Group, ...]] = WeakKeyDictionary()
 
 
@@ -336,7 +340,9 @@ def _goes_by_row(model: Any, names: list[str], tensor: torch.Tensor, shapes: Map
 
 
 def _reverted(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return _flat(revert_weight_conversion(model, dict(tensors)))
+    head = getattr(model, HEAD, None)
+    found = _flat(revert_weight_conversion(model, dict(tensors)))
+    return {SCORE if name == head else name: tensor for name, tensor in found.items()}
 
 
 def _conversions(model: Any) -> list[Any]:

@@ -1,7 +1,8 @@
 """A value head in the place of a causal LM's output layer: one number for the state behind every token.
 
 Owns the layer, how it is put into a model of any family, and its weights: drawn anew, or the `score.weight` of a folder, as
-models for sequence classification with one label have it (reward models). Does not own the forward (`logprobs.py`) or the loss.
+models for sequence classification with one label have it (reward models); and which models can be written as one. Does not own
+the forward (`logprobs.py`), the loss, or names on disk (`names.py`).
 
     load_model(path, cut=lambda model: (give_value_head(model), shard(model, mesh)))
 
@@ -11,17 +12,19 @@ it are trained alone.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AutoModelForSequenceClassification
 
-from rondo.models.names import own_slices
+from rondo.models.names import HEAD, SCORE, own_slices
 from rondo.runtime.errors import ConfigError
 
-_NAME, _SCORE = "value", "score.weight"
+_NAME = "value"
 _STD, _SEED = 0.02, 0x5EED
 
 
@@ -49,11 +52,39 @@ def give_value_head(model: Any) -> None:
     for held in ("_tied_weights_keys", "all_tied_weights_keys"):
         tied = getattr(model, held, None) or {}
         setattr(model, held, {one: other for one, other in tied.items() if not one.startswith(f"{at}.")})
+    setattr(model, HEAD, f"{at}.{_NAME}")
 
 
 def value_head_of(model: Any) -> str | None:
     """Where its value head is; None for a model without one."""
     return next((name for name, module in model.named_modules() if isinstance(module, ValueHead)), None)
+
+
+def check_scores(model: Any) -> None:
+    """ConfigError where transformers has no model for sequence classification that is the trunk of `model`, which has a value
+    head, and one layer `score`."""
+    auto, config = AutoModelForSequenceClassification, copy.deepcopy(model.config)
+    names: set[str] = set()
+    if type(config) in auto._model_mapping:
+        with torch.device("meta"):
+            names = set(auto.from_config(config).state_dict())
+    if names != model.state_dict().keys() - {getattr(model, HEAD)} | {SCORE}:
+        raise ConfigError(
+            f"transformers must have {type(model).__name__.removeprefix('FSDP')} as a model for sequence classification, of the "
+            f"same trunk and {SCORE}, got none. Choose a text model of another family"
+        )
+
+
+def config_of_scores(config: Any, tokenizer: Any) -> Any:
+    """The config of a folder with this tokenizer, in which transformers finds one label, and where an answer ends."""
+    config = copy.deepcopy(config)
+    config.num_labels = 1
+    if type(config) in (known := AutoModelForSequenceClassification._model_mapping):  # a critic may be of any family
+        config.architectures = [known[type(config)].__name__]
+    # It scores the last token that is no padding: an end of sequence that pads, too, would not be seen.
+    text, pad = config.get_text_config(), tokenizer.pad_token_id
+    text.pad_token_id = None if pad == tokenizer.eos_token_id or (pad or 0) >= text.vocab_size else pad
+    return config
 
 
 def head_parts(model: Any, sources: Mapping[str, Any], unknown: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -65,11 +96,11 @@ def head_parts(model: Any, sources: Mapping[str, Any], unknown: set[str]) -> Ite
     unknown -= {name for name in unknown if name.startswith((f"{at}.", "score."))}
     name = f"{at}.{_NAME}"
     place = model.get_parameter(name)
-    if _SCORE in sources:
-        whole = sources[_SCORE][...]
+    if SCORE in sources:
+        whole = sources[SCORE][...]
         if whole.shape != place.shape:
             raise ConfigError(
-                f"{_SCORE} of critic.path must have one label, {list(place.shape)}, got {list(whole.shape)}. Name a folder of a "
+                f"{SCORE} of a folder must have one label, {list(place.shape)}, got {list(whole.shape)}. Name a folder of a "
                 "model that scores, or one without it"
             )
     else:

@@ -23,6 +23,7 @@ _FACE = {
     "EvalConfig": "rondo.roles.config",
     "SftConfig": "rondo.roles.config",
     "DpoConfig": "rondo.roles.config",
+    "RewardModelConfig": "rondo.roles.config",
 }
 __all__ = list(_FACE)
 __getattr__ = lazy(__name__, _FACE)

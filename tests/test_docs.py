@@ -47,6 +47,12 @@ RUN_HERE = {
         "dpo.batch_size=8",
         "model.build_args={'steps': 6}",
     ),
+    "rondo train examples/reward_model.py": (
+        "reward_model.steps=4",
+        "reward_model.warmup_steps=1",
+        "reward_model.batch_size=8",
+        "model.build_args={'steps': 6}",
+    ),
     "rondo sft examples/quickstart.py": ("sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8"),
     "rondo train examples/gsm8k_arithmetic.py --set data.path=PATH/TO/gsm8k/train.jsonl": _GSM8K,
     "rondo train examples/pretrained_sums.py --set model.path=FOLDER": (
@@ -237,7 +243,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert missing == []
 
 
-SELDOM = {"dpo", "gsm8k_arithmetic", "moe_r3", "omni_digits", "sft", "video_digits"}
+SELDOM = {"dpo", "gsm8k_arithmetic", "moe_r3", "omni_digits", "reward_model", "sft", "video_digits"}
 """Examples that run with RONDO_TEST_LONG=1 alone: tests/e2e/ trains on every kind of media, and replays routes."""
 
 

@@ -185,13 +185,18 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
         from rondo.launch.check.shape import shape_of
         from rondo.models.families import family_of
         from rondo.models.load import empty_model, load_tokenizer, prepare, refuse_unknown, tensors_of
-        from rondo.models.names import disk_shapes, unknown_tensors
+        from rondo.models.names import SCORE, disk_shapes, unknown_tensors
         from rondo.models.parallel.experts import check_experts
+        from rondo.models.value_head import check_scores, give_value_head
 
     path = prepare(config.model, folder)
     model = empty_model(path)
     report.facts.model_path = path
-    report.look(lambda: refuse_unknown(path, model, unknown_tensors(model, tensors_of(path))), "model")
+    found, scores = unknown_tensors(model, tensors_of(path)), config.job == "reward_model"
+    report.look(lambda: refuse_unknown(path, model, found - {SCORE} if scores else found), "model")
+    if scores:
+        give_value_head(model)
+        report.look(lambda: check_scores(model), "model")
     if config.job == "rl" and config.rollout.sglang is not None and config.rollout.sglang.python is not None:
         from rondo.roles.engines.sglang.model_folder import check_served
 

@@ -1,7 +1,8 @@
-"""Losses of pairs of answers, one of which is better: pure functions on log-probs of whole answers, summed and not yet divided.
+"""Losses of pairs of answers, one of which is better: pure functions on log-probs of whole answers, or on their rewards, summed
+and not yet divided.
 
-Owns the formulas of direct preference optimisation and what is measured beside them. Does not own the forward, nor where the
-reference's log-probs come from (`roles/training/preference.py`).
+Owns the formulas of direct preference optimisation and of reward models, and what is measured beside them. Does not own the
+forward, nor where the reference's log-probs come from (`roles/training/preference.py`).
 
 Invariant: as of a policy loss (`losses.py`): the sums of a whole step equal the sum over any cut of it into micro-batches and
 ranks. "tokens" are those of all answers, "samples" the pairs, by which everything else is divided.
@@ -17,7 +18,7 @@ import torch.nn.functional as F
 from rondo.roles.algorithms.sums import LossSums
 
 if TYPE_CHECKING:
-    from rondo.roles.config import DpoConfig
+    from rondo.roles.config import DpoConfig, RewardModelConfig
 
 
 def preference_sums(
@@ -53,6 +54,18 @@ def preference_sums(
     return _summed(
         losses, rewards, chosen_tokens + rejected_tokens, {"logps/chosen": chosen, "logps/rejected": rejected}
     )
+
+
+def reward_sums(
+    config: RewardModelConfig, *, chosen: torch.Tensor, rejected: torch.Tensor, num_tokens: torch.Tensor
+) -> LossSums:
+    """The undivided loss of P pairs, all [P]: rewards r of both answers, and how many tokens these have together.
+
+    -log sigmoid(r(chosen) - r(rejected) - margin) (Ouyang et al. 2022, equation 1; the margin of Touvron et al. 2023, equation 2)
+    + c (r(chosen) + r(rejected))^2, c the `center_rewards_coef` (Eisenstein et al. 2023)."""
+    losses = -F.logsigmoid(chosen - rejected - config.margin)
+    losses = losses + config.center_rewards_coef * (chosen + rejected).square()
+    return _summed(losses, {"rewards/chosen": chosen.detach(), "rewards/rejected": rejected.detach()}, num_tokens, {})
 
 
 def _summed(

@@ -30,6 +30,7 @@ from rondo.roles.config.rollout import MIN_FIXED_SLOTS, EndpointConfig, Environm
 from rondo.roles.config.supervised import (
     DpoConfig,
     PairsConfig,
+    RewardModelConfig,
     SftConfig,
     SupervisedConfig,
     job_is_not_whole,
@@ -67,6 +68,7 @@ __all__ = [
     "PairsConfig",
     "ReferenceConfig",
     "RewardConfig",
+    "RewardModelConfig",
     "RolloutConfig",
     "SGLangConfig",
     "SftConfig",
@@ -82,7 +84,7 @@ class JobConfig(Section):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
     """Names the run's directory."""
-    job: Literal["rl", "sft", "dpo"] = "rl"
+    job: Literal["rl", "sft", "dpo", "reward_model"] = "rl"
     """What is trained on: samples of the policy's own ("rl"), or rows alone, as the section of that name says. Then that section
     has the steps and the optimizer, the actor's processes do it, and `num_steps`, `data` and `rollout` may be left out."""
     seed: int = Field(0, ge=0, lt=1 << 63)
@@ -112,6 +114,8 @@ class JobConfig(Section):
     sft: SftConfig | None = None
     dpo: DpoConfig | None = None
     """Of the job "dpo" alone."""
+    reward_model: RewardModelConfig | None = None
+    """Of the job "reward_model" alone."""
     bus: BusConfig = BusConfig()
     supervision: SupervisionConfig = SupervisionConfig()
 
@@ -169,8 +173,9 @@ class JobConfig(Section):
         if self.job != "rl":
             yield from job_is_not_whole(self)
             return
-        if self.dpo is not None:
-            yield "dpo must be None with job 'rl', got settings of it. Remove them, or set job to 'dpo'"
+        for name in ("dpo", "reward_model"):
+            if getattr(self, name) is not None:
+                yield f"{name} must be None with job 'rl', got settings of it. Remove them, or set job to {name!r}"
         for name, data in self.named_data().items():
             if data.rejected is not None:
                 yield f"{name}.rejected must be None with job 'rl', which has no pairs, got {data.rejected!r}. Remove it"

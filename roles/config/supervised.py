@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _OF_SAMPLES = (
     "max_staleness", "evaluation", "reward", "genrm", "algorithm", "reference", "distillation", "critic", "sft", "dpo",
+    "reward_model",
 )  # fmt: skip
 _OF_STEPS = (
     "optimizer_steps_per_batch",
@@ -179,9 +180,19 @@ class DpoConfig(PairsConfig):
                 yield f"dpo.{name} must be 0 with dpo.loss {self.loss!r}, which has none, got {getattr(self, name)}. Remove it"
 
 
+class RewardModelConfig(PairsConfig):
+    """A reward model, which gives a whole answer one number, from pairs (Bradley and Terry 1952); a job of its own."""
+
+    place = "reward_model"
+    margin: float = Field(0.0, ge=0)
+    """By how much the reward of the better answer is to be above that of the worse."""
+    center_rewards_coef: float = Field(0.0, ge=0)
+    """Of the square of the sum of a pair's rewards, whose scale only has a middle by that; TRL's `center_rewards_coefficient`."""
+
+
 def without_rollouts(given: Any) -> Any:
     """What a job without rollouts has no word of; its steps are its section's, whatever a run of the same settings takes."""
-    if not isinstance(given, dict) or given.get("job") not in ("sft", "dpo"):
+    if not isinstance(given, dict) or given.get("job") not in ("sft", "dpo", "reward_model"):
         return given
     own = given.get(given["job"])
     if isinstance(own, Section):
@@ -209,6 +220,8 @@ def job_is_not_whole(job: JobConfig) -> Iterator[str]:
     for name in (*balances, "router_bias_update_rate"):
         if value := getattr(job.train, name):
             yield f"train.{name} must be 0 with job {job.job!r}, which evens out no experts so, got {value:g}. Remove it"
+    if job.job == "reward_model" and job.train.lora is not None:
+        yield "train.lora must be None with job 'reward_model', whose head no adapter holds, got settings of it. Remove them"
     best, known = job.train.best, ("loss", *(f"eval_{name}" for name in job.own.figures))
     if best is not None and best.metric not in known:
         yield f"train.best.metric must be one of {', '.join(known)} with job {job.job!r}, got {best.metric!r}. Change it"

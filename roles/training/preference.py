@@ -144,7 +144,7 @@ class PreferenceLoss:
         return self._config.reference
 
     def sums(self, model: Any, rows: Sequence[Pair], use: Use) -> LossSums:
-        pairs = rows or [_DUMMY]
+        pairs = rows or [DUMMY]
         chosen, rejected = self._log_probs(model, pairs)
         told = [self.reference[pair.key] if rows and self.refers else (0.0, 0.0) for pair in pairs]
         reference = torch.tensor(told, dtype=torch.float32, device=self._device)
@@ -170,7 +170,7 @@ class PreferenceLoss:
         for micro_batches in cut([pair.cost for pair in missing], self._config.micro_batch_tokens, mesh.size):
             own = micro_batches[mesh.rank]
             with torch.no_grad():
-                log_probs = torch.stack(self._log_probs(backend.model, [missing[i] for i in own] or [_DUMMY]), 1)
+                log_probs = torch.stack(self._log_probs(backend.model, [missing[i] for i in own] or [DUMMY]), 1)
             found += [(float(i), *both) for i, both in zip(own, log_probs.tolist(), strict=False)]
         for index, better, worse in backend.gathered(found, 3):
             self.reference[missing[int(index)].key] = (better, worse)
@@ -221,4 +221,5 @@ class PreferenceLoss:
         """Nothing is kept of a step."""
 
 
-_DUMMY = Pair(*(Packable(np.zeros(2, np.int32), 1) for _ in "ab"))
+DUMMY = Pair(*(Packable(np.zeros(2, np.int32), 1) for _ in "ab"))
+"""What a rank computes that has no pairs."""

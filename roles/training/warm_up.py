@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from rondo.models.load import load_tokenizer
-from rondo.roles.config import DpoConfig, JobConfig, SftConfig
+from rondo.roles.config import DpoConfig, JobConfig, PairsConfig, SftConfig
 from rondo.roles.data.datasets import demonstrations
 from rondo.roles.data.fingerprints import Fingerprints
 from rondo.roles.data.media import preparer
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.preference import open_dpo, pair_encoder
+from rondo.roles.training.reward_model import open_reward_model
 from rondo.roles.training.sft import AnswerLoss, encoder, fine_tune, open_sft
 from rondo.roles.training.supervised import Encode, Learning
 from rondo.runtime.worker.context import WorkerContext
@@ -56,8 +57,9 @@ def open_learning(
         backend: Backend[Any] = open_sft(config, path, world_size=world_size, device=device)
         encode = encoder(tokenizer, own, source, max_prompt_tokens=config.prompt_limit(), prepare=prepare)
     else:
-        assert isinstance(own, DpoConfig)
-        backend = open_dpo(config, path, world_size=world_size, device=device)
+        assert isinstance(own, PairsConfig)
+        opened = open_dpo if isinstance(own, DpoConfig) else open_reward_model
+        backend = opened(config, path, world_size=world_size, device=device)
         encode = pair_encoder(tokenizer, own, source, prepare=prepare)
 
     def learning(position: int) -> Learning:

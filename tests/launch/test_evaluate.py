@@ -68,6 +68,9 @@ def test_a_job_without_rollouts_is_evaluated_on_the_processes_that_trained_it(tm
         assert settings.group_of("rollout") is None
         found = settings_of(settings, "hf")
         assert (found.job, found.own, found.groups[0].name, found.groups[0].replicas) == ("rl", None, "rollout", 2)
+    rows = "reward_model={'rows': 'json:loads', 'steps': 1, 'batch_size': 2}"
+    with pytest.raises(ConfigError, match=r"must be of a model that answers, got a reward model's, which scores"):
+        settings_of(load(configs.write(tmp_path), (*SETS, trains, "job=reward_model", rows)), "hf")
 
 
 def test_what_cannot_be_evaluated_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,15 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
 
+from rondo.models import checkpoint
 from rondo.models.acceptance import accept
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_values
-from rondo.models.value_head import ValueHead, give_value_head, value_head_of
+from rondo.models.packing import Sequence
+from rondo.models.tiny.tokenizer import build_tokenizer
+from rondo.models.value_head import ValueHead, check_scores, config_of_scores, give_value_head, value_head_of
 from rondo.runtime.errors import ConfigError
 from tests.models.builders import folder_of, sequences
 
@@ -46,7 +50,7 @@ def test_a_folder_of_a_model_that_scores_has_the_head_and_one_of_several_labels_
     tensors = load_file(tmp_path / "model.safetensors")
     hidden = tensors["lm_head.weight"].shape[1]
     del tensors["lm_head.weight"]  # as models for sequence classification are saved
-    for num_labels, message in ((1, ""), (3, "score.weight of critic.path must have one label")):
+    for num_labels, message in ((1, ""), (3, "score.weight of a folder must have one label")):
         score = torch.randn(num_labels, hidden)
         save_file(tensors | {"score.weight": score}, tmp_path / "model.safetensors", metadata={"format": "pt"})
         if message:
@@ -54,6 +58,49 @@ def test_a_folder_of_a_model_that_scores_has_the_head_and_one_of_several_labels_
                 critic(path)
         else:
             assert torch.equal(critic(path).lm_head.value, score)
+
+
+@pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3_moe", False), ("gpt2", True)])
+def test_it_is_written_as_a_model_for_sequence_classification_and_read_again(
+    tmp_path: Path, family: str, tied: bool
+) -> None:
+    path = folder_of(tmp_path / "before", family, tied=tied)
+    model = critic(path)
+    check_scores(model)
+    checkpoint.export_hf(tmp_path / "out", model, path)
+    scores = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    packing = accept(model)
+    rows = sequences([(9, 4), (12, 7), (5, 1)])
+    longer = [Sequence(np.append(row.tokens, 0), 1) for row in rows]
+    with torch.no_grad():
+        found = response_values(model, packing.pack(longer))
+        wanted = [scores(torch.from_numpy(row.tokens).long()[None]).logits[0, 0] for row in rows]
+    torch.testing.assert_close(found, torch.stack(wanted), atol=1e-5, rtol=1e-4)
+    read = critic(str(tmp_path / "out")).state_dict()
+    assert all(torch.equal(tensor, read[name]) for name, tensor in model.state_dict().items())
+    with pytest.raises(ConfigError, match=r"no place for \(score.weight\)|must be complete, got 1 missing"):
+        load_model(str(tmp_path / "out"))
+
+
+def test_a_family_that_transformers_does_not_classify_with_is_refused() -> None:
+    config = hf.MambaConfig(vocab_size=8, hidden_size=8, state_size=2, num_hidden_layers=1, intermediate_size=16)
+    with torch.device("meta"):
+        model = hf.AutoModelForCausalLM.from_config(config)
+    give_value_head(model)
+    with pytest.raises(
+        ConfigError, match="transformers must have MambaForCausalLM as a model for sequence classification"
+    ):
+        check_scores(model)
+
+
+def test_an_end_of_sequence_that_pads_too_pads_nothing_in_the_folder() -> None:
+    tokenizer = build_tokenizer()
+    config = hf.Qwen3Config(vocab_size=266, pad_token_id=3)
+    found, other = config_of_scores(config, tokenizer), config_of_scores(hf.MambaConfig(), tokenizer)
+    assert found.pad_token_id == tokenizer.pad_token_id and found.architectures == ["Qwen3ForSequenceClassification"]
+    assert other.num_labels == 1 and other.architectures is None  # a critic's, which transformers has no such model of
+    tokenizer.pad_token = tokenizer.eos_token
+    assert config_of_scores(config, tokenizer).pad_token_id is None and config.pad_token_id == 3
 
 
 def test_a_head_computes_in_float32_whatever_its_weights_are() -> None:

@@ -168,6 +168,15 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
             "sft.evaluate_every must be None with job 'rl'",
         ),
         ([("dpo", {"rows": "m:f", "steps": 1, "batch_size": 1})], "dpo must be None with job 'rl'"),
+        ([("reward_model", {"rows": "m:f", "steps": 1, "batch_size": 1})], "reward_model must be None with job 'rl'"),
+        (
+            [
+                ("job", "reward_model"),
+                ("reward_model", {"rows": "m:f", "steps": 1, "batch_size": 1}),
+                ("train.lora", {}),
+            ],
+            "train.lora must be None with job 'reward_model', whose head no adapter holds",
+        ),
         ([("data.rejected", "bad")], "data.rejected must be None with job 'rl', which has no pairs, got 'bad'"),
         (
             [("job", "dpo"), ("dpo", {"data": {"path": "a"}, "steps": 1, "batch_size": 1})],
@@ -187,8 +196,8 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
         ),
         ([("job", "sft"), ("sft", None)], "sft must be set with job 'sft', got nothing"),
         ([("job", "sft"), ("sft", 3)], r"sft must be a SftConfig, got 3. Set its fields: sft=SftConfig\("),
-        ([("job", [])], "job must be 'rl', 'sft' or 'dpo', got "),
-        ([("job", "name")], "job must be 'rl', 'sft' or 'dpo', got 'name'"),
+        ([("job", [])], "job must be 'rl', 'sft', 'dpo' or 'reward_model', got "),
+        ([("job", "name")], "job must be 'rl', 'sft', 'dpo' or 'reward_model', got 'name'"),
         (
             [("job", "sft"), ("train.best", {"metric": "reward_mean"}), ("train.save_every", 2)],
             "train.best.metric must be one of loss, eval_loss, eval_token_accuracy with job 'sft', got 'reward_mean'",

@@ -1,0 +1,114 @@
+"""Reward models: the loss against the papers', and a job from its first step to a folder that transformers scores alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification
+
+from rondo.launch.export import main as export
+from rondo.models.load import load_tokenizer
+from rondo.models.packing import Packing
+from rondo.models.tiny import qwen3
+from rondo.roles.algorithms.preference import reward_sums
+from rondo.roles.config import JobConfig, RewardModelConfig
+from rondo.roles.training.backend import Backend
+from rondo.roles.training.preference import Pair
+from rondo.roles.training.reward_model import RewardLoss, rewards_of
+from rondo.roles.training.supervised import Learning
+from rondo.roles.training.warm_up import open_learning
+from tests.roles.training.test_preference import PAIRS
+
+CHOSEN, REJECTED, NUM_TOKENS = [1.5, -0.25, 3.0], [0.5, 0.75, -2.0], [12, 5, 38]
+
+
+@pytest.mark.parametrize(("margin", "coef"), [(0.0, 0.0), (0.5, 0.0), (0.0, 0.01), (1.25, 0.2)])
+def test_loss_gradient_and_what_is_measured_are_those_of_bradley_and_terry(margin: float, coef: float) -> None:
+    config = RewardModelConfig(rows="m:f", steps=1, batch_size=3, margin=margin, center_rewards_coef=coef)
+    chosen, rejected = (torch.tensor(side, dtype=torch.float64, requires_grad=True) for side in (CHOSEN, REJECTED))
+    found = reward_sums(config, chosen=chosen, rejected=rejected, num_tokens=torch.tensor(NUM_TOKENS))
+    found.loss.backward()
+    better, worse = np.array(CHOSEN), np.array(REJECTED)
+    wrong = 1 / (1 + np.exp(better - worse - margin))  # how probable it is that the worse one wins
+    assert float(found.loss.detach()) == pytest.approx(
+        np.sum(-np.log(1 - wrong) + coef * (better + worse) ** 2), rel=1e-12
+    )
+    assert chosen.grad is not None and rejected.grad is not None
+    np.testing.assert_allclose(chosen.grad.numpy(), -wrong + 2 * coef * (better + worse), rtol=1e-12)
+    np.testing.assert_allclose(rejected.grad.numpy(), wrong + 2 * coef * (better + worse), rtol=1e-12)
+    told = {name: float(value) for name, value in found.sums.items()}
+    assert told == {
+        "tokens": 55, "samples": 3, "rewards/chosen": 4.25, "rewards/rejected": -0.75, "rewards/margins": 5.0,
+        "rewards/accuracies": 2,
+    }  # fmt: skip
+
+
+Opened = tuple[Backend[RewardLoss], Learning]
+
+
+def opened(folder: Path, position: int = 0, **options: Any) -> Opened:
+    own = {
+        "data": {"rows": f"{folder}/rows.py:rows", "label": "chosen", "rejected": "rejected", "held_out": 5},
+        "steps": 12, "batch_size": 10, "lr": 1e-2, "evaluate_every": 4,
+    } | options  # fmt: skip
+    tree = {"name": "test", "job": "reward_model", "model": {"path": f"{folder}/model"}, "reward_model": own}
+    backend, learn = open_learning(
+        JobConfig.model_validate(tree), f"{folder}/model", folder, world_size=1, device="cpu"
+    )
+    return backend, learn(position)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("reward")
+    qwen3.build(folder / "model", hidden_size=32, num_layers=2)
+    (folder / "rows.py").write_text(PAIRS)
+    return folder
+
+
+def test_a_job_learns_goes_on_to_the_same_bits_and_leaves_a_folder_that_transformers_scores_alike(folder: Path) -> None:
+    backend, learning = opened(folder)
+    (before, made), saved = (learning.evaluate(), []), folder / "checkpoints" / "step_000006"
+    for step in range(12):
+        if step == 6:
+            backend.save(saved, {"version": 6, "position": learning.position})
+        made.append(learning.step(step))
+    last, after = made[-1], learning.evaluate()
+    assert last is not None and last["rewards/accuracies"] >= 0.9 and last["loss"] < 0.5
+    assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"], abs=1e-5)
+    assert after.keys() == {"eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"}
+    assert after["eval_loss"] < before["eval_loss"] and after["eval_rewards/margins"] > before["eval_rewards/margins"]
+
+    again, later = opened(folder, orjson.loads((saved / "index.json").read_bytes())["position"])
+    again.load_checkpoint(saved)
+    assert [later.step(step) for step in range(6, 12)] == made[6:] and again.checksum() == backend.checksum()
+
+    # Of the run that went on; by itself, and as `rondo export` makes it of a checkpoint.
+    done, path = folder / "checkpoints" / "step_000012", str(folder / "model")
+    again.save(done, {"version": 12, "position": later.position}, tokenizer_path=path)
+    (folder / "config.resolved.json").write_bytes(orjson.dumps({"job": "reward_model", "train": {}}))
+    (folder / "prepared.json").write_bytes(orjson.dumps({"model_path": path}))
+    assert export(folder, folder / "out", "float32") == 0
+    pairs = [pair for batch in learning.ahead() for pair in batch if isinstance(pair, Pair)]
+    sides = [side for pair in pairs[:6] for side in (pair.chosen, pair.rejected)]
+    with torch.no_grad():
+        rewards = rewards_of(again.model, Packing.of(again.model), sides, "cpu")
+    tokenizer = load_tokenizer(path)
+    assert {int(side.tokens[-1]) for side in sides} == {tokenizer.eos_token_id}
+    padded = tokenizer.pad({"input_ids": [side.tokens.tolist() for side in sides]}, return_tensors="pt")
+    assert bool((padded["attention_mask"] == 0).any())
+    for out in (done / "hf", folder / "out"):
+        scores = AutoModelForSequenceClassification.from_pretrained(out)
+        assert type(scores).__name__ == "Qwen3ForSequenceClassification" and scores.config.num_labels == 1
+        with torch.no_grad():
+            torch.testing.assert_close(scores(**padded).logits[:, 0], rewards, atol=1e-5, rtol=1e-5)
+
+
+def test_micro_batches_change_nothing_and_every_pair_counts_once(folder: Path) -> None:
+    whole, cut = (opened(folder, micro_batch_tokens=tokens)[1].step(0) for tokens in (4096, 50))
+    assert whole is not None and whole == pytest.approx(cut, rel=1e-5)
