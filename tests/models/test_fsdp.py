@@ -61,7 +61,7 @@ class Run:
         command = [sys.executable, str(Path(__file__).with_name("fsdp_worker.py")), *folders]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=560, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.returncode == 0, done.stderr[-20_000:]
         self.facts: dict[str, Any] = json.loads((self.out / "facts.json").read_text())
 
     def saved_by_one(self) -> tuple[Any, Any]:

@@ -38,7 +38,7 @@ class Run:
         ]  # fmt: skip
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
+        assert done.returncode == 0, done.stderr[-20_000:]
         self.facts: dict[str, Any] = json.loads((self.out / "facts.json").read_text())
 
     def alone(self, case: Case) -> tuple[Any, Packing, torch.optim.Optimizer]:

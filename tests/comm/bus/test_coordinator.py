@@ -441,8 +441,8 @@ async def test_others_are_answered_while_a_large_ring_is_made_and_all_who_ask_fo
     async with served(max_staleness=0, ring_bytes=2 * QUICK_BYTES) as run:
         asking = [asyncio.create_task(run.bus("rollout-0")) for _ in range(2)]  # the second one's answer was lost
         await asyncio.to_thread(begun.wait, 60)
-        actor = await asyncio.wait_for(run.bus("actor-0"), 5)
-        await asyncio.wait_for(actor.call("commit", 0, 0, 7, []), 5)
+        actor = await asyncio.wait_for(run.bus("actor-0"), 30)
+        await asyncio.wait_for(actor.call("commit", 0, 0, 7, []), 30)
         assert not any(task.done() for task in asking) and "ring/rollout-0/0" not in run.coordinator.index.space.rings
         end.set()
         for bus in [await task for task in asking]:
@@ -460,7 +460,7 @@ async def test_others_are_answered_while_a_large_overflow_ring_is_made(slow) -> 
         rollout, *_, actor = await everyone(run)
         leasing = asyncio.create_task(rollout.call("lease", 1, []))  # two rows of 4 MiB do not fit the ring of 1 MiB
         await asyncio.to_thread(begun.wait, 60)
-        await asyncio.wait_for(actor.call("committed"), 5)
+        await asyncio.wait_for(actor.call("committed"), 30)
         assert not leasing.done()
         end.set()
         (grant,) = (await leasing)["grants"]

@@ -12,6 +12,7 @@ import pytest
 from aiohttp import web
 
 from rondo.roles.algorithms.teachers import NONE
+from rondo.roles.engines import equal_servers
 from rondo.roles.engines.scoring_servers import Api, ScoringServers
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError
 
@@ -125,7 +126,7 @@ def test_a_call_that_fails_at_one_server_goes_to_the_next_one_however_soon_it_fa
     async def run() -> None:
         async with (
             served(refuse(503), of_sglang) as (urls, asked),
-            ScoringServers(urls, api="sglang", deadline_s=2.0) as servers,
+            ScoringServers(urls, api="sglang", deadline_s=60.0) as servers,
         ):
             await servers.score(TOKENS, 2)
             assert [len(each) for each in asked] == [1, 1]
@@ -151,14 +152,18 @@ def test_calls_are_spread_and_no_more_go_out_than_are_allowed() -> None:
     asyncio.run(run())
 
 
-def test_what_a_server_refuses_fails_with_its_words_and_what_none_answers_at_the_deadline() -> None:
+def test_what_a_server_refuses_fails_with_its_words_and_what_none_answers_at_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(equal_servers, "_PAUSE_S", 60.0)  # it is asked once
+
     async def run() -> None:
         async with served(refuse(400), refuse(503)) as (urls, asked):
             async with ScoringServers(urls[:1], api="sglang") as servers:
                 with pytest.raises(ConfigError, match=r"must take what it is asked, got: .*HTTP 400: no"):
                     await servers.score(TOKENS, 2)
-            async with ScoringServers(urls[1:], api="sglang", deadline_s=0.05) as servers:
-                with pytest.raises(PeerGone, match=r"within 0.05 s, got at last: .*HTTP 503: no"):
+            async with ScoringServers(urls[1:], api="sglang", deadline_s=1.0) as servers:
+                with pytest.raises(PeerGone, match=r"within 1 s, got at last: .*HTTP 503: no"):
                     await servers.score(TOKENS, 2)
             assert [len(each) for each in asked] == [1, 1]
 
@@ -169,7 +174,7 @@ def test_a_server_that_serves_no_model_yet_is_asked_again_and_told_of(monkeypatc
     monkeypatch.setitem(globals(), "served_models", [])
 
     async def run() -> None:
-        async with served(of_vllm) as (urls, _), ScoringServers(urls, api="vllm", deadline_s=0.05) as servers:
+        async with served(of_vllm) as (urls, _), ScoringServers(urls, api="vllm", deadline_s=1.0) as servers:
             with pytest.raises(ProtocolError, match=r"must answer /v1/models with a model that it serves, got"):
                 await servers.texts(TOKENS)
             with pytest.raises(PeerGone, match=r"Name it in distillation\.teacher\.served_model"):

@@ -37,7 +37,7 @@ class ThinEngine:
     """`Engine` over a stub: what a real one does, without its care."""
 
     def __init__(self, stub: Stub, num_slots: int = 64) -> None:
-        self.client = SGLangClient(stub.url)
+        self.client, self.stub = SGLangClient(stub.url), stub
         self.num_slots = num_slots
         self.version = -1
         self.num_tokens = self.num_done = 0
@@ -48,8 +48,8 @@ class ThinEngine:
         if not self.opened:
             self.opened = True
             await self.client.__aenter__()
-        if method == "get":
-            return await self.client.get(path, deadline_s=deadline_s)
+        if method == "get":  # who looks is patient with a server that runs, and not with one that was stopped
+            return await self.client.get(path, deadline_s=0.1 if self.stub.stopped else deadline_s)
         return await self.client.post(path, body, deadline_s=deadline_s)
 
     async def generate(self, request: Request) -> Completion:

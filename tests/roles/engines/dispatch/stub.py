@@ -271,6 +271,7 @@ class Stub:
         self._nursery, self._record, self._step_s = nursery, record, step_s
         self.name = name
         self.pid = self.port = 0
+        self.stopped = False
         self.start()
 
     @property
@@ -282,6 +283,7 @@ class Stub:
         self.pid, self.port = self._nursery.start(self.name, self.port, self._record, self._step_s)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
+        self.stopped = number == signal.SIGSTOP
         os.kill(self.pid, number)
 
 

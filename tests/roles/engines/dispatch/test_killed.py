@@ -59,7 +59,7 @@ async def order(dispatcher: Dispatcher, name: str, **orders: object) -> dict[str
 
 async def running(dispatcher: Dispatcher, *names: str, count: int) -> None:
     """Until so many requests are under way at each of these servers."""
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         for name in names:
             while len((await order(dispatcher, name))["running"]) < count:
                 pass
@@ -81,7 +81,7 @@ async def test_a_request_whose_server_is_killed_is_answered_by_another(nursery: 
 
 
 async def test_a_server_that_stands_still_is_left_for_another(nursery: Nursery, tmp_path: Path) -> None:
-    limits = replace(QUICK, probe_deadline_s=0.1, silent_s=0.2)
+    limits = replace(QUICK, probe_deadline_s=2.0, silent_s=0.2)
     async with world(nursery, tmp_path, "a", "b", step_s=0, limits=limits) as (found, dispatcher):
         requests = [asked(f"r{i}", group=i) for i in range(4)]
         tasks = [asyncio.create_task(dispatcher.generate(request)) for request in requests]
@@ -102,7 +102,7 @@ async def test_a_server_that_stands_still_is_left_for_another(nursery: Nursery, 
 async def test_a_server_that_stood_still_through_a_new_version_brings_nothing_of_the_old_one_and_gets_the_new_one_first(
     nursery: Nursery, tmp_path: Path
 ) -> None:
-    limits = replace(QUICK, probe_deadline_s=0.1, silent_s=0.2)
+    limits = replace(QUICK, probe_deadline_s=2.0, silent_s=0.2)
     async with world(nursery, tmp_path, "a", "b", step_s=0, limits=limits) as (found, dispatcher):
         requests = [asked(f"r{i}", group=i) for i in range(4)]
         tasks = [asyncio.create_task(dispatcher.generate(request)) for request in requests]
@@ -162,7 +162,7 @@ async def test_an_engine_that_leaves_gets_neither_requests_nor_weights_and_what_
 
 
 async def routable(dispatcher: Dispatcher, *names: str) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while not {m.name for m in dispatcher._fleet.routable} >= set(names):
             dispatcher._fleet.moved.clear()
             await dispatcher._fleet.moved.wait()
@@ -207,12 +207,10 @@ async def test_every_server_killed_at_once_loses_nothing(nursery: Nursery, tmp_p
 
 
 async def test_without_any_engine_a_request_fails_and_says_who_is_missing(nursery: Nursery, tmp_path: Path) -> None:
-    limits = replace(QUICK, absent_deadline_s=0.2)
+    limits = replace(QUICK, absent_deadline_s=2.0)
     async with world(nursery, tmp_path, "a", limits=limits) as (found, dispatcher):
         found["a"].kill()
-        with pytest.raises(
-            NoEngine, match=r"an engine must take a request within 0.2 s, got none. Missing are a: "
-        ) as e:
+        with pytest.raises(NoEngine, match=r"an engine must take a request within 2 s, got none. Missing are a: ") as e:
             await dispatcher.generate(asked("r"))
         assert [name for name, _ in e.value.missing] == ["a"]
         stats = dispatcher.dispatch_stats()
@@ -258,7 +256,7 @@ async def test_what_a_server_hands_back_early_is_gone_on_with_elsewhere(nursery:
 
 
 async def gone(dispatcher: Dispatcher, name: str) -> None:
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         while name in {m.name for m in dispatcher._fleet.routable}:
             dispatcher._fleet.moved.clear()
             await dispatcher._fleet.moved.wait()

@@ -96,7 +96,7 @@ async def test_a_server_that_fails_its_update_is_out_until_it_has_proved_the_wei
 
 
 async def test_a_server_that_hangs_in_its_update_is_left_behind(nursery: Nursery, tmp_path: Path) -> None:
-    limits = replace(QUICK, update_deadline_s=0.1)
+    limits = replace(QUICK, update_deadline_s=1.0)
     async with world(nursery, tmp_path, "a", "b", limits=limits) as (_, dispatcher):
         await order(dispatcher, "a", faults={"update": "hang"})
         await dispatcher.update_weights(2, {})
@@ -105,13 +105,11 @@ async def test_a_server_that_hangs_in_its_update_is_left_behind(nursery: Nursery
 
 
 async def test_no_server_takes_the_weights_is_an_error_that_says_who(nursery: Nursery, tmp_path: Path) -> None:
-    limits = replace(QUICK, absent_deadline_s=0.3)
+    limits = replace(QUICK, absent_deadline_s=2.0)
     async with world(nursery, tmp_path, "a", limits=limits) as (found, dispatcher):
         found["a"].kill()
         await gone(dispatcher, "a")
-        with pytest.raises(
-            NoEngine, match=r"version 2 must be taken by an engine within 0.3 s, got none. Missing are a"
-        ):
+        with pytest.raises(NoEngine, match=r"version 2 must be taken by an engine within 2 s, got none. Missing are a"):
             await dispatcher.update_weights(2, {})
         assert dispatcher.version == 1
 
