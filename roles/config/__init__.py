@@ -166,7 +166,7 @@ class JobConfig(Section):
 
     @property
     def own(self) -> SupervisedConfig | None:
-        """The section of a job without rollouts; None where samples are trained on, or it is missing."""
+        """The section of a job without rollouts; None where samples are trained on."""
         return None if self.job == "rl" else getattr(self, self.job)
 
     def refused(self) -> Iterator[str]:

@@ -194,7 +194,8 @@ def without_rollouts(given: Any) -> Any:
     """What a job without rollouts has no word of; its steps are its section's, whatever a run of the same settings takes."""
     if not isinstance(given, dict) or given.get("job") not in ("sft", "dpo", "reward_model"):
         return given
-    own = given.get(given["job"])
+    if (own := given.get(job := given["job"])) is None:  # before others are missed that it would have filled
+        raise ValueError(f"{job} must be set with job {job!r}, got nothing. Add {job}=...")
     if isinstance(own, Section):
         own = own.model_dump(exclude_unset=True)
     if not isinstance(own, dict):
@@ -213,9 +214,7 @@ def without_rollouts(given: Any) -> Any:
 
 
 def job_is_not_whole(job: JobConfig) -> Iterator[str]:
-    if job.own is None:
-        yield f"{job.job} must be set with job {job.job!r}, got nothing. Add {job.job}=..."
-        return
+    assert job.own is not None
     balances = () if job.job == "sft" else ("router_aux_loss_coef",)
     for name in (*balances, "router_bias_update_rate"):
         if value := getattr(job.train, name):

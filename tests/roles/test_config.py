@@ -304,6 +304,9 @@ def test_a_job_without_rollouts_needs_its_own_section_alone_and_takes_its_steps_
     others = ("genrm", JUDGE), ("distillation", {"teacher": {"model": {"path": "t"}}})
     warm_up = JobConfig.model_validate(changed(("job", "sft"), *others))
     assert warm_up.genrm is None and warm_up.distillation is None  # no process has their models
+    with pytest.raises(ValidationError) as caught:
+        JobConfig.model_validate({"name": "test", "job": "dpo", "model": {"path": "m"}})
+    assert str(explain(caught.value, "train.py")) == "dpo must be set with job 'dpo', got nothing. Add dpo=..."
     wrong = {"name": "test", "job": "sft", "model": {"path": "m"}, "sft": {"rows": "m:f"}}
     with pytest.raises(ValidationError) as caught:
         JobConfig.model_validate(wrong)
