@@ -86,9 +86,7 @@ _SESSION = "RONDO_TEST_SESSION"
 def pytest_configure() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` runs would not hear one, and some are sent one
     os.environ.setdefault(_SESSION, str(os.getpid()))  # whatever the tests start inherits it, workers of pytest first
-    os.environ.setdefault(
-        "PYTHONFAULTHANDLER", "1"
-    )  # a process of theirs that crashes says where each of its threads was
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # who crashes says where each of its threads was
 
 
 @pytest.hookimpl(trylast=True)
