@@ -243,8 +243,9 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert missing == []
 
 
-SELDOM = {"dpo", "gsm8k_arithmetic", "moe_r3", "omni_digits", "reward_model", "sft", "video_digits"}
-"""Examples that run with RONDO_TEST_LONG=1 alone: tests/e2e/ trains on every kind of media, and replays routes."""
+SELDOM = {"dpo", "gsm8k_arithmetic", "moe_r3", "omni_digits", "pretrained_sums", "reward_model", "sft", "video_digits"}
+"""Examples that run with RONDO_TEST_LONG=1 alone: tests/e2e/ trains on every kind of media, and replays routes;
+and whichever model is built is loaded from its folder as a pretrained one is."""
 
 
 @pytest.mark.parametrize(
