@@ -37,7 +37,7 @@ from rondo.runtime.supervision.spec import COORDINATOR_NAME, GroupView
 _ASK_S = 30.0
 _KEPT = 1000
 _MOST_SAMPLES = 64
-_MOST_S = 3600.0
+_LEAST_S, _MOST_S = 0.1, 3600.0
 Status = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED"]
 
 
@@ -81,7 +81,7 @@ class Predict(Section):
     metadata: Annotated[dict[str, Any] | None, GoesOn] = None
     num_samples: int = Field(1, ge=1, le=_MOST_SAMPLES)
     seed: int = Field(0, ge=0, lt=2**63)
-    timeout_secs: float = Field(300.0, gt=0, le=_MOST_S)
+    timeout_secs: float = Field(300.0, ge=_LEAST_S, le=_MOST_S)
 
 
 class Sample(BaseModel):

@@ -110,6 +110,7 @@ async def test_a_row_goes_to_a_replica_that_is_ready() -> None:
             {},
             {"prompt": "a", "row": {"b": 1}},
             {"prompt": "a", "num_samples": 65},
+            {"prompt": "a", "timeout_secs": 5e-324},
             {"prompt": "a", "x": 1},
             {"prompt": "a", "label": 2**64},
             {"prompt": "a", "metadata": {"b": 2**64}},
