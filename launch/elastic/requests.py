@@ -80,7 +80,8 @@ class _Work:
 
 class Requests:
     """`groups`: role -> its role group, of every role that can have more or fewer replicas; `fixed`: of the others, which only
-    start again; `replicas`: role group -> how many it has at the start; `least`: how many must stay, where that is more than one.
+    start again; `replicas`: role group -> how many it has at the start; `least`: how many must stay, where that is more than one;
+    `most`: how many there may be, where something limits that.
     `admit`: why so many more of a role group are not possible, empty where they are; `no_engines`: why none that run already are
     attached; `failure`: what a replica failed of last. `drain_s` and `start_s`: timeouts where a wish has none."""
 
@@ -94,6 +95,7 @@ class Requests:
         start_s: float,
         wall: Callable[[], float],
         least: Mapping[str, int] = MappingProxyType({}),
+        most: Mapping[str, int] = MappingProxyType({}),
         no_engines: str = "",
         failure: Callable[[str], str] = lambda name: "",
         fixed: Mapping[str, str] = MappingProxyType({}),
@@ -102,7 +104,8 @@ class Requests:
         self._next = dict(replicas)
         self._admit = admit
         self._default_s = {"scale_out": start_s, "scale_in": drain_s, "restart": drain_s + start_s}
-        self._drain_s, self._least, self._failure, self._no_engines = drain_s, least, failure, no_engines
+        self._drain_s, self._failure, self._no_engines = drain_s, failure, no_engines
+        self._least, self._most = least, most
         self.attached: dict[str, str] = {}
         """Engines that run already and were attached: address -> replica."""
         self._wall = wall
@@ -116,6 +119,10 @@ class Requests:
     def roles(self) -> Mapping[str, str]:
         """Role -> role group, of those whose number may change."""
         return self._groups
+
+    def most(self, role: str) -> int | None:
+        """Replicas that a role may have; None where its number is fixed, or what they need limits it."""
+        return self._most.get(self._groups.get(role, ""))
 
     @property
     def active(self) -> Request | None:
@@ -169,6 +176,9 @@ class Requests:
         if target < least:
             advice = "Lower rollout.min_engines, or stop" if least > 1 else "Stop"
             return Status.REJECTED, f"num_replicas must be at least {least}, got {target}. {advice} the run to end all"
+        if (most := self.most(wish.role)) is not None and target > most:
+            why = f"num_replicas of {wish.role} must be at most {most} on this machine, got {target}"
+            return Status.REJECTED, f"{why}. Ask for fewer, or start the run with more groups[{group}].replicas"
         if target == num:
             return Status.NOOP, f"there are {num} replicas already"
         if (target > num) != (wish.action == "scale_out"):

@@ -13,8 +13,10 @@ cannot be.
 
 from __future__ import annotations
 
+from typing import Any
+
 from aiohttp import web
-from pydantic import Field
+from pydantic import Field, create_model
 
 from rondo.launch.elastic.request import Action, Policy, Request, Status
 from rondo.launch.elastic.scaler import EngineView, Scaler, ScalingView
@@ -42,7 +44,7 @@ class Scale(Restart):
     `timeout_secs`: until new ones are up, or those that leave are ended.
     `policy`: what becomes of the new ones where some do not come up."""
 
-    num_replicas: int = 0
+    num_replicas: int = Field(0, ge=0, lt=2**63)
     model_name: str = "default"
     engine_urls: list[str] = Field([], max_length=256)
     policy: Policy = "keep_partial"
@@ -111,7 +113,7 @@ def mount(admin: AdminServer, scaler: Scaler, roles: tuple[str, ...]) -> None:
 
     admin.route("GET", "/scaling", whole, scope="read", operation=Operation("Replicas, and requests.", ScalingView))
     for role in roles:
-        begins = Operation("Have so many replicas.", Request, takes=Scale, also=_ALSO)
+        begins = Operation("Have so many replicas.", Request, takes=_scale(role, scaler.most(role)), also=_ALSO)
         for action in _ACTIONS:
             admin.route("POST", f"/{role}/{action}", scaling(role, action), scope="control", operation=begins)
         again = Operation("New replicas, one after another.", Request, takes=Restart, also=_ALSO)
@@ -124,6 +126,14 @@ def mount(admin: AdminServer, scaler: Scaler, roles: tuple[str, ...]) -> None:
         admin.route("POST", f"/{role}/scale/{{id}}/cancel", cancel, scope="control", operation=undo)
         shown = Operation("Replicas.", list[EngineView])
         admin.route("GET", f"/{role}/engines", engines(role), scope="read", operation=shown)
+
+
+def _scale(role: str, most: int | None) -> type[Scale]:
+    """What a role is asked with: `most` replicas, more of which are REJECTED."""
+    if most is None:
+        return Scale
+    field: Any = (int, Field(0, ge=0, lt=2**63, json_schema_extra={"maximum": most}))
+    return create_model(f"Scale_{role}", __base__=Scale, __doc__=Scale.__doc__, num_replicas=field)
 
 
 def _answer(found: Request) -> web.Response:

@@ -27,6 +27,7 @@ from rondo.launch.elastic.request import Action, Policy, Replica, Request, Statu
 from rondo.launch.elastic.requests import Add, Drain, Order, Requests, Stay, replicas_of
 from rondo.launch.elastic.room import Room
 from rondo.launch.groups import TRAINED
+from rondo.launch.machine import num_cores
 from rondo.launch.plan import spec_of
 from rondo.roles.engines.sglang.requirements import address_of
 from rondo.runtime.actors.ref import ActorRef
@@ -39,6 +40,8 @@ from rondo.runtime.waits import waiting
 
 DRAIN_S = 300.0
 """Replicas that leave have so long to end what they have, unless a request says otherwise; then it goes to others."""
+_TIMES = 8
+"""So many times the cores, or the replicas of the settings, may there be of replicas without devices."""
 _TICK_S = 0.25
 _ENGINES_S = 2.0
 _SLACK_S = 60.0
@@ -102,6 +105,7 @@ class Scaler:
             start_s=limits.start_s + limits.load_s,
             wall=time.time,
             least=_least(config),
+            most=_most(config),
             failure=supervisor.last_failure,
             no_engines=_no_engines(config),
             fixed={
@@ -183,6 +187,10 @@ class Scaler:
 
     def get(self, request_id: str) -> Request | None:
         return self._requests.get(request_id)
+
+    def most(self, role: str) -> int | None:
+        """Replicas that a role may have; None where its number is fixed, or devices limit it."""
+        return self._requests.most(role)
 
     def view(self) -> ScalingView:
         seen, roles = self._seen(), self._requests.roles
@@ -341,6 +349,12 @@ def _least(config: RunConfig) -> dict[str, int]:
     group, sglang = config.group_of("rollout"), config.rollout.sglang
     each = 1 if sglang is None or sglang.urls else sglang.num_servers
     return {} if group is None else {group.name: max(1, -(-config.rollout.min_engines // each))}
+
+
+def _most(config: RunConfig) -> dict[str, int]:
+    """Role group -> replicas that there may be, of those that compute on the cores, which nobody runs out of."""
+    most = {group.name: max(num_cores(), config.most_replicas(group)) for group in config.groups if not group.devices}
+    return {name: _TIMES * num for name, num in most.items()}
 
 
 def _no_engines(config: RunConfig) -> str:

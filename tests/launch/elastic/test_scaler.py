@@ -18,6 +18,7 @@ from rondo.launch.elastic.request import Status
 from rondo.launch.elastic.room import PREPARED
 from rondo.launch.elastic.routes import mount
 from rondo.launch.elastic.scaler import Scaler
+from rondo.launch.machine import num_cores
 from rondo.launch.modes import fully_async
 from rondo.launch.rundir import read_json, write_json
 from rondo.runtime.admin.endpoint import AdminServer
@@ -308,7 +309,8 @@ async def test_requests_over_http_have_relax_s_fields_and_http_s_statuses(tmp_pa
         assert (await ask(admin, "GET", path))[1]["status"] == "PENDING"
         assert (await post(f"{path}/cancel"))[1]["status"] == "CANCELLED"
         assert (await post(f"{path}/cancel"))[0] == 400
-        assert (await post("/rollout/scale_in", num_replicas=0))[0] == 400
+        for wrong in (0, -(2**64), 2**64):
+            assert (await post("/rollout/scale_in", num_replicas=wrong))[0] == 400
         assert (await post("/rollout/scale_out", num_replicas=1))[1]["status"] == "NOOP"
         status, refused = await post("/rollout/scale_out", engine_urls=["http://a:1"])
         assert (status, refused["status"], refused["engine_urls"]) == (400, "REJECTED", ["http://a:1"])
@@ -329,3 +331,23 @@ async def test_requests_over_http_have_relax_s_fields_and_http_s_statuses(tmp_pa
         }  # fmt: skip
         assert (await ask(admin, "POST", "/rollout/scale_out", json={"num_replicas": 2}))[0] == 401
         assert "/rollout/scale/{id}/cancel" in (await ask(admin, "GET", "/openapi.json"))[1]["paths"]
+
+
+async def test_a_role_on_the_cores_has_at_most_eight_times_as_many_replicas_as_they_are_or_the_settings_name(
+    tmp_path: Path,
+) -> None:
+    async with over_http(tmp_path) as (rig, admin):
+        most = 8 * num_cores()
+        paths = (await ask(admin, "GET", "/openapi.json"))[1]
+        named = paths["paths"]["/rollout/scale_out"]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        told = paths["components"]["schemas"][named["$ref"].rpartition("/")[2]]["properties"]["num_replicas"]
+        assert told["maximum"] == most
+        body = {"num_replicas": most + 1}
+        status, refused = await ask(admin, "POST", "/rollout/scale_out", RUN_TOKEN, json=body)
+        assert (status, refused["status"], refused["message"]) == (
+            400, "REJECTED", f"num_replicas of rollout must be at most {most} on this machine, got {most + 1}. Ask for fewer, or "
+            "start the run with more groups[rollout].replicas",
+        )  # fmt: skip
+        assert rig.scaler.request("rollout", most, reason="").status is Status.PENDING
+    more = Rig(tmp_path, f"groups.0.replicas={most}").scaler
+    assert (more.most("rollout"), more.most("actor")) == (8 * most, None)
