@@ -26,6 +26,7 @@ a thread, which nobody can end: beyond the deadline it is left alone, with its e
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import inspect
 import math
@@ -169,6 +170,8 @@ class Environments:
             found = Step(found) if isinstance(found, str) else Step(over=True) if found is None else found
             if not isinstance(found, Step):
                 raise EnvironmentFailed(f"step must return a text, a Step or None, got {type(found).__name__}")
+            if not isinstance(found.say, str | None):
+                raise EnvironmentFailed(f"Step.say must be a text or None, got {type(found.say).__name__}")
             return found
         else:
             return Step(over=True)
@@ -235,7 +238,10 @@ class Environments:
                 except DeadlineExceeded as error:
                     late = True
                     raise EnvironmentFailed(f"{what} must return within {limit_s:g} s, got no end") from error
-                except (Exception, SystemExit) as error:
+                except (Exception, SystemExit, asyncio.CancelledError) as error:
+                    task = asyncio.current_task()
+                    if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                        raise  # not its own
                     errors = True
                     raise _Raised(f"{what} failed: {in_one_line(error)}", error) from error
                 finally:
@@ -258,11 +264,11 @@ class Environments:
                 context.progress()
 
     def _columns(self, row: Row, reset: Callable[..., Any]) -> dict[str, Any]:
-        """Of a row, as the user's data name them, those that `reset` has parameters for."""
+        """Of a row, as the user's data name them, those that `reset` has parameters for; what it does to them no sibling sees."""
         data, parameters = self._config.data, inspect.signature(reset).parameters
         every = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
         named = {**row.metadata, data.prompt: row.prompt, **({} if data.label is None else {data.label: row.label})}
-        return {name: value for name, value in named.items() if every or name in parameters}
+        return copy.deepcopy({name: value for name, value in named.items() if every or name in parameters})
 
     def _count(self, name: str, seconds: float = 0.0, *, steps: int = 1, errors: int = 0, timeouts: int = 0) -> None:
         had = self._stats.get(name, EnvironmentStats())

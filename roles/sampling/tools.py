@@ -52,7 +52,7 @@ def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
         except Exception as error:
             raise ConfigError(
                 f"{SETTING} must have tools with type hints, and a docstring with a line of each argument below `Args:`, got "
-                f"{tool.__qualname__} ({in_one_line(error)}). Write them"
+                f"{getattr(tool, '__qualname__', tool)} ({in_one_line(error)}). Write them"
             ) from error
     names = [each["function"]["name"] for each in found]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -151,17 +151,26 @@ def arguments_of(call: Call, tool: Callable[..., Any]) -> dict[str, Any] | Answe
 
 def failed(error: BaseException) -> Answer:
     """What the policy is told of an error: no place, since that differs between machines."""
-    return Answer(f"Error: {type(error).__name__}: {error}", True)
+    return Answer(_encodable(f"Error: {type(error).__name__}: {error}"), True)
 
 
 def answered(value: Any) -> Answer:
-    """What the policy is told of a value: text as it is, JSON where it can be, else Python's own words."""
+    """What the policy is told of a value: text as it is, JSON where it can be, else Python's own words; an error where it has
+    none."""
     if isinstance(value, str):
-        return Answer(value)
+        return Answer(_encodable(value))
     try:
         return Answer("" if value is None else orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode())
     except orjson.JSONEncodeError:
-        return Answer(str(value))
+        try:
+            return Answer(_encodable(str(value)))
+        except Exception as error:  # noqa: BLE001 - a number of 4300 digits, say
+            return failed(error)
+
+
+def _encodable(text: str) -> str:
+    """With what no tokenizer takes, such as half a character of a file's name, in escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 def open_tools(tools: Mapping[str, str]) -> Opened:

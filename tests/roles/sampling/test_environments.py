@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -221,6 +222,74 @@ async def test_the_last_turn_that_a_budget_allows_is_answered_and_worth_what_it_
     assert made.reward == 0.25 and made.last.finish_reason == "length"
 
 
+class Board:
+    """Keeps what it is given, and writes into it."""
+
+    seen: list[list[int]] = []  # noqa: RUF012 - of all
+
+    async def reset(self, board: list[int]) -> None:
+        self.board = board
+
+    async def step(self, said: str) -> Step:
+        self.board.append(1)
+        self.seen.append(list(self.board))
+        return Step(over=True)
+
+
+async def test_what_an_environment_does_to_its_row_no_sibling_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = Row("row 9", "Play.", "3", {"board": [0]})
+    monkeypatch.setitem(globals(), "ROW", row)
+    Board.seen.clear()
+    await played(job(factory=Board), "x", samples=2)
+    assert Board.seen == [[0, 1], [0, 1]] and row.metadata == {"board": [0]}
+
+
+class Wrong:
+    """Each sample has something else that is none of its business."""
+
+    numbers = itertools.count()
+
+    async def step(self, said: str) -> Any:
+        number = next(self.numbers) % 4
+        if number == 0:
+            raise asyncio.CancelledError
+        return (Step(say=5), Step(reward=float("nan")), Step(reward=1.0, over=True))[number - 1]  # type: ignore[arg-type]
+
+
+async def test_what_a_step_does_wrong_fails_its_sample_alone() -> None:
+    found = await played(job(chat=False, factory=Wrong), "x", samples=4)
+    errors = "; ".join(each.error for each in found.made if each.error is not None)
+    for error in (
+        "Wrong.step failed: CancelledError",
+        "Step.say must be a text or None, got int",
+        "finite number, got nan",
+    ):
+        assert error in errors
+    assert [each.reward for each in found.made if each.error is None] == [1.0]
+    assert found.stats["Wrong"].errors == 1
+
+
+async def odd(what: str) -> Any:
+    """Answers what no tokenizer takes.
+
+    Args:
+        what: kind of answer
+    """
+    if what == "raised":
+        raise OSError("no \udce9")
+    return 10**5000 if what == "long" else "half \udce9"
+
+
+async def test_an_answer_that_cannot_be_written_is_told_as_far_as_it_can() -> None:
+    found = await played(
+        job(tools=[odd]), *("".join(call("odd", f'{{"what": "{each}"}}') for each in ("long", "half", "raised")), "ok")
+    )
+    assert found.made[0].error is None
+    told = [each.split("<|im_end|>")[0] for each in found.prompts[1].split("<|im_start|>tool\n")[1:]]
+    assert told[0].startswith("Error: ValueError: Exceeds the limit")
+    assert told[1:] == ["half \\udce9", "Error: OSError: no \\udce9"]
+
+
 class Wordle:
     """As TRL's `environment_factory` takes it: public methods are tools, the reward is read."""
 
@@ -324,6 +393,14 @@ def unspoken(a, b):  # type: ignore[no-untyped-def]
     return a + b
 
 
+class Called:
+    def __call__(self, a: int) -> int:
+        return a
+
+
+CALLED = Called()
+
+
 class Nothing:
     reward = 1.0
 
@@ -345,6 +422,7 @@ def test_settings_that_no_run_could_follow_are_refused() -> None:
             job(**options)
     for options, error in (
         ({"tools": [unspoken]}, "must have tools with type hints, and a docstring .* got unspoken"),
+        ({"tools": [f"{__name__}:CALLED"]}, "must have tools with type hints, and a docstring .* got .*Called object"),
         ({"tools": [add, add]}, "must have tools of different names, got two of add"),
         ({"tools": [add], "chat": False}, "data.apply_chat_template must be True"),
         ({"factory": Wordle, "chat": False}, "data.apply_chat_template must be True"),
