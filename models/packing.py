@@ -147,13 +147,14 @@ class Packing:
         _alone[model] = "" if other is None else why_alone(other)
         return cls.of(model)
 
-    def pack(self, sequences: Ordered[Sequence], *, train: bool = False) -> PackedBatch:
+    def pack(self, sequences: Ordered[Sequence], *, train: bool = False, behind: bool = False) -> PackedBatch:
         """The batch of these sequences; with `train` every tower has work in it. ConfigError as from `pack`, and for a sequence
-        beyond `longest`."""
+        beyond `longest`. behind: of each, the state behind its last token, too."""
         check_length(self.model_name, self.longest, max((len(one.tokens) for one in sequences), default=0))
         return pack(
             sequences, share_prompts=self.share_prompts, share_rows=self.share_rows, multimodal=self.dummy is not None,
             dummy=self.dummy if train else None, placeholders=self.placeholders, attn=self.attn,
+            behind=behind,
         )  # fmt: skip
 
 
@@ -201,12 +202,14 @@ def pack(
     dummy: Sequence | None = None,
     placeholders: Ordered[int] = (),
     attn: str = "sdpa",
+    behind: bool = False,
 ) -> PackedBatch:
     """One flat row for `attn` with `share_prompts`, which leaves out a sequence's last token (it predicts nothing); else rows as
     long as the longest sequence, one sequence a row unless `share_rows`.
 
     `multimodal` makes positions on four axes. `dummy` is one more sequence that nobody sees in the results. `placeholders` are
-    tokens that stand for features in prompts with media, and nowhere else. Raises ConfigError for no sequences, a response that
+    tokens that stand for features in prompts with media, and nowhere else. With `behind`, for values alone, `positions` are one
+    more of each sequence than its targets: that of its last token. Raises ConfigError for no sequences, a response that
     leaves no prompt, or experts of other tokens.
     """
     _check(sequences)
@@ -216,7 +219,7 @@ def pack(
         (index,) for index in range(len(every))
     ]  # the pieces that each sequence is made of
     if share_prompts:
-        segments, pieces, lies_in = _segments(every)
+        segments, pieces, lies_in = _segments(every, behind)
         starts, shared = lay_out(segments, attn)
         num_rows, width = 1, sum(segment.length for segment in segments)
     else:
@@ -241,7 +244,7 @@ def pack(
             media.append((start, sequence.media))
     positions, targets = [np.arange(0)], [np.arange(0)]
     for sequence, own in zip(sequences, lies_in, strict=False):
-        first, last = len(sequence.tokens) - sequence.response - 1, len(sequence.tokens) - 1
+        first, last = len(sequence.tokens) - sequence.response - 1, len(sequence.tokens) - (not behind)
         for piece in own:
             _, begin, end = pieces[piece]
             positions.append(starts[piece] - begin + np.arange(max(begin, first), max(begin, first, min(end, last))))
@@ -274,7 +277,7 @@ def _places(one: Sequence, pieces: Iterable[tuple[int, tuple[Sequence, int, int]
 
 
 def _segments(
-    sequences: Ordered[Sequence],
+    sequences: Ordered[Sequence], behind: bool
 ) -> tuple[list[Segment], list[tuple[Sequence, int, int]], list[tuple[int, int]]]:
     """Segments, the (sequence, first token, last token + 1) that each holds, and each sequence's (prompt, own) among them."""
     segments: list[Segment] = []
@@ -282,7 +285,7 @@ def _segments(
     prompts: dict[Hashable, int] = {}
     ends = []
     for sequence in sequences:
-        last = len(sequence.tokens) - 1 if sequence.response else len(sequence.tokens)
+        last = len(sequence.tokens) - (sequence.response > 0 and not behind)
         begin = len(sequence.tokens) - sequence.response
         if sequence.media is not None and sequence.media.positions.shape[1] > begin:
             begin = last  # media lie in what answers: nothing of it is shared

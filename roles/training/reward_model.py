@@ -46,10 +46,8 @@ def open_reward_model(config: JobConfig, path: str, *, world_size: int, device: 
 
 def rewards_of(model: Any, packing: Packing, answers: Sequence[Packable], device: str | torch.device) -> torch.Tensor:
     """float32 [N], in the order of the `answers`. Prompts of equal answers are computed once where the model can (collective)."""
-    # What would follow the last token is not looked at.
-    longer = [Packable(np.append(each.tokens, each.tokens[:1]), each.response + 1, each.media) for each in answers]
-    values = response_values(model, packing.pack(longer, train=True).to(device))
-    ends = np.cumsum([each.response for each in longer]) - 1
+    values = response_values(model, packing.pack(answers, train=True, behind=True).to(device))
+    ends = np.cumsum([each.response + 1 for each in answers]) - 1
     return values[torch.from_numpy(ends).to(values.device)]
 
 

@@ -85,11 +85,9 @@ class ValueObjective:
     def score(self, model: Any, rows: Sequence[Packable], *, behind: bool = False) -> list[np.ndarray]:
         """Values of the response tokens of each row, float32 [R] (collective); no rows: a dummy. behind: [R + 1], the last one of
         the state behind the last token."""
-        if behind:  # what would follow is not looked at
-            rows = [Packable(np.append(row.tokens, row.tokens[:1]), row.response + 1, row.media) for row in rows]
         with torch.no_grad():
-            flat = self._values(model, rows or [_dummy()]).cpu().numpy()
-        return np.split(flat, np.cumsum([row.response for row in rows]))[: len(rows)]
+            flat = self._values(model, rows or [_dummy()], behind=behind).cpu().numpy()
+        return np.split(flat, np.cumsum([row.response + behind for row in rows]))[: len(rows)]
 
     def sums(self, model: Any, rows: Sequence[ValueRow], use: Use) -> LossSums:
         chosen = rows or [ValueRow(_dummy().tokens, np.zeros(1, np.float32), np.zeros(1, np.float32))]
@@ -114,8 +112,8 @@ class ValueObjective:
     def forget(self) -> None:
         """Nothing is kept of a step."""
 
-    def _values(self, model: Any, rows: Sequence[Packable]) -> torch.Tensor:
-        return response_values(model, self._packing.pack(rows, train=True).to(self._device))
+    def _values(self, model: Any, rows: Sequence[Packable], *, behind: bool = False) -> torch.Tensor:
+        return response_values(model, self._packing.pack(rows, train=True, behind=behind).to(self._device))
 
 
 def _dummy() -> Packable:

@@ -15,7 +15,6 @@ from rondo.models import checkpoint
 from rondo.models.acceptance import accept
 from rondo.models.load import load_model
 from rondo.models.logprobs import response_values
-from rondo.models.packing import Sequence
 from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.models.value_head import ValueHead, check_scores, config_of_scores, give_value_head, value_head_of
 from rondo.runtime.errors import ConfigError
@@ -71,9 +70,10 @@ def test_it_is_written_as_a_model_for_sequence_classification_and_read_again(
     scores = hf.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
     packing = accept(model)
     rows = sequences([(9, 4), (12, 7), (5, 1)])
-    longer = [Sequence(np.append(row.tokens, 0), 1) for row in rows]
+    rows += sequences([(model.config.max_position_embeddings, 3)])  # has no room for another token
+    ends = np.cumsum([row.response + 1 for row in rows]) - 1
     with torch.no_grad():
-        found = response_values(model, packing.pack(longer))
+        found = response_values(model, packing.pack(rows, behind=True))[ends]
         wanted = [scores(torch.from_numpy(row.tokens).long()[None]).logits[0, 0] for row in rows]
     torch.testing.assert_close(found, torch.stack(wanted), atol=1e-5, rtol=1e-4)
     read = critic(str(tmp_path / "out")).state_dict()
