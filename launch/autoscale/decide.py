@@ -42,7 +42,7 @@ class AutoscaleConfig(Section):
 
     place = "autoscale"
     min_replicas: int = Field(1, ge=1)
-    max_replicas: int = Field(ge=1)
+    max_replicas: int = Field(ge=1, lt=2**63)
     wait_out: float = Field(0.1, gt=0, lt=1)
     """More replicas where the trainer waits for data for a greater share of its time."""
     wait_in: float = Field(0.02, ge=0, lt=1)
@@ -59,7 +59,7 @@ class AutoscaleConfig(Section):
     cooldown_out_s: float = Field(60.0, ge=0)
     """From the end of a change to the next larger number."""
     cooldown_in_s: float = Field(300.0, ge=0)
-    max_step: int = Field(4, ge=1)
+    max_step: int = Field(4, ge=1, lt=2**63)
     """Replicas that come at once; they leave one by one."""
     period_s: float = Field(10.0, gt=0)
     """Between two samples."""

@@ -49,7 +49,10 @@ async def test_an_autoscaler_tells_of_itself_and_is_changed_with_the_runs_token_
         assert (await does("POST", "enable", enabled=False))[1]["enabled"] is False and scales.look() is None
         status, rules = await does("PATCH", "config", max_replicas=2, wait_out=0.5)
         assert status == 200 and (rules["max_replicas"], rules["wait_out"]) == (2, 0.5) and rules == await get("config")
-        for wrong in ({"max_replicas": 0}, {"min_replicas": 3}, {"period_s": 1.0}, {"max_engines": 3}):
+        for wrong in (
+            {"max_replicas": 0}, {"min_replicas": 3}, {"period_s": 1.0}, {"max_engines": 3}, {"max_replicas": 2**64},
+            {"max_step": 2**64},
+        ):  # fmt: skip
             status, failed = await does("PATCH", "config", **wrong)
             assert status == 400 and next(iter(wrong)) in failed["error"]["message"], failed
         assert told == ["autoscale_holds", "autoscale_rules", "autoscale_rules"]
