@@ -263,7 +263,7 @@ def balanced(costs: Sequence[int], parts: int, *, equal_size: bool = False) -> l
     sums = [0] * parts
     together = parts if equal_size else 1
     for at in range(0, len(order), together):
-        least = sorted(range(parts), key=sums.__getitem__)
+        least = sorted(range(parts), key=lambda part: (sums[part], len(found[part])))
         for i, part in zip(order[at : at + together], least, strict=False):
             found[part].append(i)
             sums[part] += costs[i]

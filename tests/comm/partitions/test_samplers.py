@@ -5,7 +5,7 @@ import random
 
 import orjson
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from rondo.comm.partitions.runs import Numbers
@@ -79,6 +79,7 @@ def test_every_row_is_delivered_once_whatever_comes_between(sampler: Sampler, da
 
 @QUICK
 @given(costs=st.lists(st.integers(0, 1000), max_size=60), parts=st.integers(1, 9), equal=st.booleans())
+@example(costs=[0] * 6, parts=3, equal=False)
 def test_balancing_deals_every_row_once_and_no_worse_than_the_largest_row(costs, parts, equal):
     found = balanced(costs, parts, equal_size=equal)
     assert sorted(i for part in found for i in part) == list(range(len(costs)))
@@ -87,6 +88,8 @@ def test_balancing_deals_every_row_once_and_no_worse_than_the_largest_row(costs,
     if equal:
         assert max(map(len, found)) - min(map(len, found)) <= 1
     assert max(sums) - min(sums) <= max(costs, default=0) * (2 if equal else 1)
+    if len(costs) >= parts:
+        assert all(found)
 
 
 def test_balancing_halves_what_dealing_in_turn_leaves():
