@@ -1,8 +1,8 @@
 """A value head in the place of a causal LM's output layer: one number for the state behind every token.
 
 Owns the layer, how it is put into a model of any family, and its weights: drawn anew, or the `score.weight` of a folder, as
-models for sequence classification with one label have it (reward models); and which models can be written as one. Does not own
-the forward (`logprobs.py`), the loss, or names on disk (`names.py`).
+models for sequence classification with one label have it (reward models), or its name in memory, as critics had it; and which
+models can be written as one. Does not own the forward (`logprobs.py`), the loss, or names on disk (`names.py`).
 
     load_model(path, cut=lambda model: (give_value_head(model), shard(model, mesh)))
 
@@ -96,8 +96,9 @@ def head_parts(model: Any, sources: Mapping[str, Any], unknown: set[str]) -> Ite
     unknown -= {name for name in unknown if name.startswith((f"{at}.", "score."))}
     name = f"{at}.{_NAME}"
     place = model.get_parameter(name)
-    if SCORE in sources:
-        whole = sources[SCORE][...]
+    given = next((sources[each] for each in (SCORE, name) if each in sources), None)
+    if given is not None:
+        whole = given[...]
         if whole.shape != place.shape:
             raise ConfigError(
                 f"{SCORE} of a folder must have one label, {list(place.shape)}, got {list(whole.shape)}. Name a folder of a "

@@ -57,6 +57,8 @@ def test_a_folder_of_a_model_that_scores_has_the_head_and_one_of_several_labels_
                 critic(path)
         else:
             assert torch.equal(critic(path).lm_head.value, score)
+            save_file(tensors | {"lm_head.value": -score}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+            assert torch.equal(critic(path).lm_head.value, -score)  # as critics were written before
 
 
 @pytest.mark.parametrize(("family", "tied"), [("qwen3", True), ("qwen3_moe", False), ("gpt2", True)])
