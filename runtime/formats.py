@@ -51,7 +51,7 @@ def check(fields: Mapping[str, Any], newest: int, where: object, *, oldest: int 
     found = fields.get("format", 0)
     if not isinstance(found, int) or not oldest <= found <= newest:
         rule = f"{oldest} to {newest}" if oldest else f"{newest} or older"
-        others = "" if found == 0 else " or a newer one"
+        others = "" if isinstance(found, int) and found < oldest else " or a newer one"
         raise ConfigError(
             f"{where} must be of format {rule}, got {found}, which rondo {fields.get('release', '?')} wrote. "
             f"This is rondo {release()}: go on with that release{others}."
