@@ -20,7 +20,7 @@ tools as such (`tools.py`).
 
 Invariant: no call holds the event loop, an engine's slot or a lease's deadline. A call ends in one of: its answer, an error, its
 deadline. An environment that fails, but as a tool, fails its sample alone; it is closed whatever happens. A plain method runs in
-a thread, which nobody can end: beyond the deadline it is left alone, with its environment.
+a thread, which nobody can end: beyond the deadline it is left alone, with its environment, and stays one of `max_threads`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +93,7 @@ class Environments:
         self._name = (settings.factory or "").rpartition(":")[2]
         self._contexts = dict[object, Context]()  # whose samples wait for an environment or a tool, by the call
         self._threads = asyncio.Semaphore(settings.max_threads)
+        self._began = dict[object, float]()  # when each thread that has a place did
         self._stats = dict[str, EnvironmentStats]()
 
     def workflow(self, tokenizer: Any) -> Workflow:
@@ -230,22 +231,72 @@ class Environments:
         call, errors, late = functools.partial(method, *args, **keywords), False, False
         is_async = inspect.iscoroutinefunction(method)
         with self._waiting(context):
-            async with nullcontext() if is_async else self._threads:
-                began = time.monotonic()
-                try:
-                    async with waiting("environment", peer=what, deadline_s=limit_s):
-                        return await (call() if is_async else _in_thread(call))
-                except DeadlineExceeded as error:
-                    late = True
-                    raise EnvironmentFailed(f"{what} must return within {limit_s:g} s, got no end") from error
-                except (Exception, SystemExit, asyncio.CancelledError) as error:
-                    task = asyncio.current_task()
-                    if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
-                        raise  # not its own
-                    errors = True
-                    raise _Raised(f"{what} failed: {in_one_line(error)}", error) from error
-                finally:
-                    self._count(whose, time.monotonic() - began, steps=is_step, errors=errors, timeouts=late)
+            has_place = not is_async and await self._place()
+            if not (is_async or has_place or name == "close"):  # which may be what lets the others go
+                self._count(whose, steps=is_step, timeouts=True)
+                raise EnvironmentFailed(
+                    f"{what} must have one of {self._settings.max_threads} threads (environment.max_threads), got none: all are "
+                    f"in methods that did not return within {limit_s:g} s. Give what they wait for a deadline of its own"
+                )
+            began = time.monotonic()
+            try:
+                async with waiting("environment", peer=what, deadline_s=limit_s):
+                    return await (call() if is_async else self._in_thread(call, has_place=has_place))
+            except DeadlineExceeded as error:
+                late = True
+                raise EnvironmentFailed(f"{what} must return within {limit_s:g} s, got no end") from error
+            except (Exception, SystemExit, asyncio.CancelledError) as error:
+                task = asyncio.current_task()
+                if isinstance(error, asyncio.CancelledError) and (task is None or task.cancelling()):
+                    raise  # not its own
+                errors = True
+                raise _Raised(f"{what} failed: {in_one_line(error)}", error) from error
+            finally:
+                self._count(whose, time.monotonic() - began, steps=is_step, errors=errors, timeouts=late)
+
+    async def _place(self) -> bool:
+        """Takes one for a thread, when there is one; False where all are taken by methods beyond their deadline."""
+        most, limit_s = self._settings.max_threads, self._settings.deadline_s
+        while self._threads.locked():
+            now = time.monotonic()
+            youngest = max(self._began.values()) if len(self._began) == most else now  # else one is being handed over
+            if youngest + limit_s <= now:
+                return False
+            with suppress(DeadlineExceeded):
+                async with waiting("environment thread", peer=self._name, deadline_s=youngest + limit_s - now):
+                    return await self._threads.acquire()
+        return await self._threads.acquire()
+
+    async def _in_thread(self, call: Callable[[], Any], *, has_place: bool) -> Any:
+        """In a thread of its own, which the end of this process does not wait for, and which gives its place back at its end."""
+        loop, key = asyncio.get_running_loop(), object()
+        answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+        def tell(value: Any, error: BaseException | None) -> None:
+            if has_place:
+                del self._began[key]
+                self._threads.release()
+            if not answer.done():
+                answer.set_result((value, error))
+
+        def work() -> None:
+            try:
+                found: tuple[Any, BaseException | None] = (call(), None)
+            except BaseException as error:  # noqa: BLE001 - whoever waits gets it
+                found = (None, error)
+            with suppress(RuntimeError):  # nobody waits in a loop that is closed
+                loop.call_soon_threadsafe(tell, *found)
+
+        if has_place:
+            self._began[key] = time.monotonic()
+        try:
+            threading.Thread(target=work, name="environment", daemon=True).start()
+        except RuntimeError as refused:  # the machine has none left
+            tell(None, refused)
+        value, error = await answer
+        if error is not None:  # one that ends tasks or processes would be taken for ours
+            raise error if isinstance(error, Exception) else RuntimeError(in_one_line(error)) from error
+        return value
 
     @contextmanager
     def _waiting(self, context: Context) -> Iterator[None]:
@@ -283,30 +334,6 @@ class _Raised(EnvironmentFailed):
     def __init__(self, text: str, raised: BaseException) -> None:
         super().__init__(text)
         self.raised = raised
-
-
-async def _in_thread(call: Callable[[], Any]) -> Any:
-    """In a thread of its own, which the end of this process does not wait for."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
-
-    def tell(value: Any, error: BaseException | None) -> None:
-        if not answer.done():
-            answer.set_result((value, error))
-
-    def work() -> None:
-        try:
-            found: tuple[Any, BaseException | None] = (call(), None)
-        except BaseException as error:  # noqa: BLE001 - whoever waits gets it
-            found = (None, error)
-        with suppress(RuntimeError):  # nobody waits in a loop that is closed
-            loop.call_soon_threadsafe(tell, *found)
-
-    threading.Thread(target=work, name="environment", daemon=True).start()
-    value, error = await answer
-    if error is not None:  # one that ends tasks or processes would be taken for ours
-        raise error if isinstance(error, Exception) else RuntimeError(in_one_line(error)) from error
-    return value
 
 
 def _number(reward: Any) -> float:

@@ -372,6 +372,38 @@ async def test_a_call_beyond_its_deadline_has_one_outcome() -> None:
     assert (found.stats["Slow"].errors, found.stats["Slow"].timeouts) == (0, 1)
 
 
+class Stuck:
+    """Its `step` does not return until the test has ended."""
+
+    go: threading.Event
+    closed: threading.Semaphore
+    entered: itertools.count[int]
+
+    def step(self, said: str) -> None:
+        next(self.entered)
+        self.go.wait(60)
+
+    def close(self) -> None:
+        self.closed.release()
+
+
+async def make_stuck() -> Stuck:
+    return Stuck()
+
+
+async def test_methods_that_never_return_keep_their_threads_and_further_ones_fail() -> None:
+    Stuck.go, Stuck.closed, Stuck.entered = threading.Event(), threading.Semaphore(0), itertools.count()
+    try:
+        found = await played(job(factory=make_stuck, max_threads=2, deadline_s=0.1), "x", samples=6)
+        assert all(Stuck.closed.acquire(timeout=60) for _ in range(6))
+    finally:
+        Stuck.go.set()
+    errors = [each.error or "" for each in found.made]
+    assert next(Stuck.entered) == 2 and sum("must return within 0.1 s, got no end" in each for each in errors) == 2
+    assert sum("must have one of 2 threads (environment.max_threads), got none" in each for each in errors) == 4
+    assert found.stats["make_stuck"].timeouts >= 6
+
+
 async def hangs(text: str) -> str:
     """Never.
 
