@@ -240,6 +240,8 @@ def unread(job: JobConfig) -> list[str]:
     filled = without_rollouts({"job": job.job, job.job: own})["rollout"]
     if getattr(own, "demonstrate", None) is None and job.rollout != type(job.rollout).model_validate(filled):
         found.append("rollout")
+    if job.model_fields_set >= type(job).model_fields.keys():  # of a run that goes on: which were given is not known
+        return found
     others = (
         name for name in _OF_SAMPLES if name != job.job and name in job.model_fields_set
         and (getattr(job, name) is not None or name in ("genrm", "distillation"))  # which it has let go

@@ -328,6 +328,8 @@ def test_a_job_without_rollouts_tells_what_it_does_not_go_by() -> None:
     }
     job = JobConfig.model_validate(alone | {"sft": rows, "train": train} | others)
     assert unread(job) == ["data", "rollout", "genrm", "critic", "dpo", "train.lr", "train.epochs"]
+    resolved = JobConfig.model_validate(job.model_dump(mode="json"))  # of a run that goes on elsewhere
+    assert unread(resolved) == ["data", "rollout"]
     assert unread(JobConfig.model_validate(changed(("job", "sft")))) == ["rollout", "evaluation", "reward", "algorithm"]
     answered = {"demonstrate": "m:f", "steps": 5, "batch_size": 8}
     answers = JobConfig.model_validate(changed(("job", "sft"), ("sft", answered)))
