@@ -162,10 +162,9 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     read_until(resumed, f"step={stopped.summary['steps'] + 4}/")
     os.kill(worker(stopped.run_dir, "actor_fwd-0"), signal.SIGKILL)
     read_until(resumed, "recovery_s")
-    capsys.readouterr()
-    assert cli.main(["status", run, "--json"]) == 0
-    seen = orjson.loads(capsys.readouterr().out)
-    assert seen["alive"] and seen["health"]["ready"] and {role["name"] for role in seen["roles"]} >= {"actor-0"}
+    while not (seen := status_of(run, capsys))["health"]["ready"]:  # as it was a moment ago
+        read_until(resumed, "step=")
+    assert seen["alive"] and {role["name"] for role in seen["roles"]} >= {"actor-0"}
     assert {role["name"]: role["num_ranks"] for role in seen["roles"]}["actor-0"] == 2
     record = supervisor_record(stopped.run_dir)
     assert record is not None
@@ -193,6 +192,12 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     lines = [line for file in (ended.run_dir / "samples").iterdir() for line in file.read_bytes().splitlines()]
     assert {orjson.loads(line)["reward"] for line in lines} <= {1.0, 3.0}
     assert not endpoint.exists() and left_behind(tmp_path) == []
+
+
+def status_of(run: str, capsys: Any) -> Any:
+    capsys.readouterr()
+    assert cli.main(["status", run, "--json"]) == 0
+    return orjson.loads(capsys.readouterr().out)
 
 
 def comes_and_goes(run: str, capsys: Any) -> None:

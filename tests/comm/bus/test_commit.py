@@ -19,7 +19,7 @@ class ScriptedTrainer:
     """Rank 0 of two, beside a rank 1 that says `other` in every sum. Tells what was called."""
 
     def __init__(self, other: float) -> None:
-        self.other, self.model = other, None
+        self.other, self.model, self.objective = other, None, SimpleNamespace(balance=None)
         self.calls: list[str] = []
 
     def sum_over_ranks(self, values: list[float]) -> list[float]:
