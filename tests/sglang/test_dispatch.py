@@ -244,8 +244,8 @@ def test_a_server_whose_scheduler_stands_still_behind_its_http_is_ended_and_lose
         at = world.freeze(frozen)
         done = await asking
         print(f"{label}: all answered {time.monotonic() - at:.1f} s after it")
-        assert world.servers[frozen].pid != victim
         print(f"{label}: both serve again after {await world.both_serve() - at:.1f} s")
+        assert world.servers[frozen].pid != victim
         return done
 
     world.check(label, world.run(scenario()), ledger, before)
