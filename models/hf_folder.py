@@ -21,7 +21,7 @@ from transformers.utils import cached_file
 
 from rondo.models.families import family_of
 from rondo.models.load import load_tokenizer
-from rondo.models.lora import by_expert, config_of, published_adapter
+from rondo.models.lora import config_of, for_peft, published_adapter
 from rondo.models.value_head import config_of_scores, value_head_of
 
 MAX_FILE_BYTES = 4 << 30
@@ -69,7 +69,7 @@ def write_adapter(
     """The adapter of `model` in `dtype`, with the path or name of its base and the tokenizer there. tensors: None for its own
     (published names)."""
     folder.mkdir(parents=True)
-    found = by_expert(published_adapter(model) if tensors is None else tensors)
+    found = for_peft(published_adapter(model) if tensors is None else tensors)
     told = {name: tensor.to("cpu", getattr(torch, dtype)).contiguous() for name, tensor in found.items()}
     save_file(told, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_bytes(orjson.dumps(config_of(model, base), option=orjson.OPT_INDENT_2))

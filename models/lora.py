@@ -11,7 +11,7 @@ memory; here a product gets two more tensors, and all that is known of a model b
     published    base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight
 
 The experts of a layer lie in one tensor, and so do their adapters: A [E, rank, in], B [E, out, rank], each expert's own, computed
-by grouped products as their weights are (`parallel/experts.py`). In a folder each expert has tensors of its own (`by_expert`).
+by grouped products as their weights are (`parallel/experts.py`). In a folder they lie as peft has them (`for_peft`).
 
 Every rank holds the adapters whole, also where FSDP2 has cut the base, or experts lie apart: they are a hundredth of it, so a
 micro-batch sends nothing for them, and their gradients are summed once an update.
@@ -50,6 +50,8 @@ PREFIX = "base_model.model."
 PARTS = (LANGUAGE, "vision", "audio", "projector")
 _BESIDE = "_adapter"
 """Behind the name of a weight of experts: the module beside it."""
+_ON_DISK = frozenset({"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
+"""What routers and products of experts are called there, each by itself."""
 _OF_EXPERTS = re.compile(rf"(.+)\.(gate_up|down)_proj{_BESIDE}\.lora_([AB])\.weight")
 _ALIGNED = 8
 """Numbers: kernels of grouped products want rows that are a multiple of 16 bytes apart."""
@@ -248,10 +250,12 @@ def published_adapter(model: Any, dtype: str | None = None) -> dict[str, torch.T
     }
 
 
-def by_expert(adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A published adapter as a folder holds it: each expert has tensors of its own, gate and up apart, over one A.
+def for_peft(adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A published adapter as peft's folder holds it. It wraps the weights of experts, the second one around the first, and has
+    what belongs to all of them in one matrix (`ParamWrapper` of its `tuners/lora/layer.py`).
 
-    experts.gate_up_proj_adapter.lora_A.weight [E, rank, in]    experts.{e}.gate_proj.lora_A.weight [rank, in], ...up_proj...
+    experts.gate_up_proj_adapter.lora_A.weight [E, rank, in]      experts.base_layer.lora_A.weight [E rank, in]
+    experts.down_proj_adapter.lora_B.weight [E, out, rank]        experts.lora_B.weight [out, rank E]
     """
     found = {}
     for name, tensor in adapter.items():
@@ -259,21 +263,25 @@ def by_expert(adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             found[name] = tensor
             continue
         at, product, half = match.groups()
-        for expert, own in enumerate(tensor):
-            halves = (own, own) if half == "A" else own.chunk(2)
-            parts = {"down": own} if product == "down" else dict(zip(("gate", "up"), halves, strict=True))
-            found |= {f"{at}.{expert}.{part}_proj.lora_{half}.weight": t.clone() for part, t in parts.items()}
+        inside = product == "gate_up" and f"{at}.down_proj{_BESIDE}.lora_{half}.weight" in adapter
+        flat = tensor.flatten(0, 1) if half == "A" else tensor.permute(1, 2, 0).flatten(1)
+        found[f"{at}{'.base_layer' * inside}.lora_{half}.weight"] = flat
     return found
 
 
 def adapter_config(
-    names: Iterable[str], settings: LoraConfig, base: str, *, others: Iterable[str] = ()
+    names: Iterable[str], settings: LoraConfig, base: str, *, others: Iterable[str] = (), mixture: bool = False
 ) -> dict[str, Any]:
     """What peft and servers read of an adapter beside its tensors, of which these are the published names: adapter_config.json.
 
-    others: paths of products without adapter. Where a target's last name is also one of theirs, targets are whole paths."""
+    others: paths of products without adapter. Where a target's last name is also one of theirs, targets are whole paths. mixture:
+    of a model with experts. peft takes what has the name of an expert's product on disk for that, unless it is a parameter."""
     paths = dict.fromkeys(name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names)
-    last = dict.fromkeys(path.rpartition(".")[2] for path in paths)
+    parameters = {path: path.removesuffix(_BESIDE) for path in paths if path.endswith(_BESIDE)}
+    if mixture:
+        parameters |= {path: f"{path}.weight" for path in paths if path.rpartition(".")[2] in _ON_DISK}
+    modules = [path for path in paths if path not in parameters]
+    last = dict.fromkeys(path.rpartition(".")[2] for path in modules)
     exact = last.keys().isdisjoint(path.rpartition(".")[2] for path in others)
     return {
         "peft_type": "LORA",
@@ -281,8 +289,9 @@ def adapter_config(
         "base_model_name_or_path": base,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        "lora_dropout": settings.dropout,
-        "target_modules": list(last if exact else paths),
+        "lora_dropout": 0.0 if parameters else settings.dropout,  # peft has none of parameters, and would load nothing
+        "target_modules": list(last) if exact else modules,
+        **({"target_parameters": list(parameters.values())} if parameters else {}),
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
@@ -299,8 +308,8 @@ def config_of(model: Any, base: str) -> dict[str, Any]:
     inside = {child for module in products.values() for child in module.children()}
     others = [path for path, m in model.named_modules() if isinstance(m, nn.Linear) and m not in inside]
     others = [path for path in others if path not in products]
-    settings = next(iter(products.values())).settings
-    return adapter_config(by_expert(published_adapter(model)), settings, base, others=others)
+    settings, mixture = next(iter(products.values())).settings, bool(experts_of(model))
+    return adapter_config(published_adapter(model), settings, base, others=others, mixture=mixture)
 
 
 def load_published(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:

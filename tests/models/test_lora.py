@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from safetensors.torch import load_file
 
 from rondo.models.config import LoraConfig
@@ -20,9 +21,9 @@ from rondo.models.lora import (
     adapt,
     adapted,
     base_alone,
-    by_expert,
     canary_of,
     config_of,
+    for_peft,
     in_place_of_adapters,
     learning,
     load_published,
@@ -32,10 +33,11 @@ from rondo.models.names import adapter_tensors, disk_shapes, memory_tensors
 from rondo.models.packing import Packing
 from rondo.models.parallel import compute_in
 from rondo.models.published import own_weights, published_shapes
-from rondo.models.tiny import qwen3
+from rondo.models.tiny import qwen3, qwen3_5, qwen3_omni, qwen3_vl
+from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.runtime.errors import ConfigError
 from tests.models import multimodal
-from tests.models.builders import tiny
+from tests.models.builders import SIZES, tiny
 from tests.strength import LONG
 
 LORA = LoraConfig(rank=4, alpha=6.0)
@@ -120,18 +122,27 @@ def test_merged_weights_compute_what_base_and_adapter_do(family: str) -> None:
     assert float((logits(plain) - before).abs().max()) > 0.1
 
 
-def test_each_expert_has_an_adapter_of_its_own_which_is_that_of_its_weights_on_disk() -> None:
+def test_each_expert_has_an_adapter_of_its_own_which_lies_in_a_folder_as_in_that_of_peft() -> None:
     model, plain = adapted_tiny("qwen3_moe", EXPERTS), tiny("qwen3_moe").eval()
-    before, weights, told = logits(plain), dict(own_weights(plain)), by_expert(published_adapter(model))
+    before, weights, told = logits(plain), dict(own_weights(plain)), for_peft(published_adapter(model))
     with base_alone(model):
         torch.testing.assert_close(logits(model), before, atol=1e-5, rtol=0)
-    assert {name.split(".")[-3] for name in told} == {"q_proj", "gate_proj", "up_proj", "down_proj"}
-    for name, weight in weights.items():
-        path = f"base_model.model.{name.removesuffix('.weight')}"
-        if f"{path}.lora_A.weight" in told:
-            a, b = (told.pop(f"{path}.lora_{half}.weight") for half in "AB")
-            weights[name] = weight + 6 / 4 * b @ a
-    assert told == {} and config_of(model, "base")["target_modules"] == ["q_proj", "gate_proj", "up_proj", "down_proj"]
+
+    def added(at: str, of: str = "") -> torch.Tensor:
+        a, b = (told.pop(f"base_model.model.{at}{of}.lora_{half}.weight") for half in "AB")
+        if "experts" not in at:
+            return 6 / 4 * b @ a
+        return 6 / 4 * torch.einsum("ore,eri->eoi", b.reshape(len(b), 4, -1), a.reshape(-1, 4, a.shape[1]))
+
+    for number in range(2):
+        at = f"model.layers.{number}"
+        weights[f"{at}.self_attn.q_proj.weight"] += added(f"{at}.self_attn.q_proj")
+        gates_and_ups, downs = added(f"{at}.mlp.experts", ".base_layer"), added(f"{at}.mlp.experts")
+        for expert, (both, down) in enumerate(zip(gates_and_ups, downs, strict=True)):
+            parts = dict(zip(("gate", "up", "down"), (*both.chunk(2), down), strict=True))
+            for part, more in parts.items():
+                weights[f"{at}.mlp.experts.{expert}.{part}_proj.weight"] += more
+    assert told == {}
     for name, tensor in own_weights(model):
         torch.testing.assert_close(tensor, weights[name], atol=1e-6, rtol=1e-5)
     load_published(plain, weights)
@@ -222,11 +233,49 @@ def test_the_folder_says_what_peft_reads(tmp_path: Path) -> None:
     ]  # fmt: skip
     found, own = load_file(tmp_path / "adapter" / "adapter_model.safetensors"), published_adapter(model)
     assert found.keys() == own.keys() and all(torch.equal(found[name], own[name]) for name in own)
-    if find_spec("peft"):  # it is no dependency: PYTHONPATH may name a folder that has it
-        from peft import PeftModel
 
-        theirs = PeftModel.from_pretrained(load_model(str(tmp_path / "base")), str(tmp_path / "adapter")).eval()
-        torch.testing.assert_close(logits(theirs), logits(model), atol=1e-5, rtol=0)
+
+def some_layers_dense(folder: Path) -> None:
+    """A mixture whose dense layer's products have the names that those of experts have on disk."""
+    sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    torch.manual_seed(0)
+    hf.Qwen3MoeForCausalLM(hf.Qwen3MoeConfig(**sizes, mlp_only_layers=[1])).save_pretrained(folder)
+    build_tokenizer().save_pretrained(folder)
+
+
+BUILDS: dict[str, Callable[[Path], None]] = {
+    "qwen3": functools.partial(qwen3.build, hidden_size=32, num_layers=2),
+    "qwen3_moe": functools.partial(qwen3.build, hidden_size=32, num_layers=2, num_experts=4, moe_intermediate_size=24),
+    "qwen3_vl_moe": functools.partial(qwen3_vl.build, num_experts=4),
+    "qwen3_5_moe": functools.partial(qwen3_5.build, num_experts=4),
+    "qwen3_omni": qwen3_omni.build,
+    "dense": some_layers_dense,
+}
+
+
+@pytest.mark.parametrize(
+    ("build", "targets"),
+    [
+        ("qwen3_moe", ("q_proj", "experts.gate_up_proj")), ("dense", ("language", "experts")),
+        ("qwen3_vl_moe", ("experts",)),
+        *(pytest.param(name, targets, marks=pytest.mark.skipif(not LONG, reason="more families: RONDO_TEST_LONG=1"))
+          for name in ("qwen3", "qwen3_moe", "qwen3_5_moe", "qwen3_omni", "dense")
+          for targets in (("language",), ("language", "experts"), ("experts.down_proj",))[: 1 if name == "qwen3" else 3]),
+    ],
+)  # fmt: skip
+def test_peft_computes_with_the_folder_what_the_trainer_does(
+    build: str, targets: tuple[str, ...], tmp_path: Path
+) -> None:
+    peft = pytest.importorskip("peft")
+    BUILDS[build](tmp_path / "base")
+    model, base = (load_model(str(tmp_path / "base")).eval() for _ in range(2))
+    before, lora = logits(base), LoraConfig(rank=4, alpha=6.0, dropout=0.1, targets=targets)
+    adapt(model, lora)
+    load_published(model, canary(model, lora))
+    write_adapter(tmp_path / "adapter", model, str(tmp_path / "base"), "float32")
+    theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(logits(theirs), logits(model), atol=1e-5, rtol=0)
+    assert float((logits(model) - before).abs().max()) > 0.01
 
 
 def test_targets_are_whole_paths_where_a_last_name_is_also_anothers() -> None:
