@@ -16,22 +16,24 @@ from rondo.launch.modes import fully_async
 from rondo.models.config import LoraConfig
 from rondo.roles.config import MeshConfig, TrainConfig
 
+LORA = LoraConfig(rank=32, alpha=64)
 ADAPTERS = {
-    "lora": LoraConfig(rank=32, alpha=64),
+    "lora": LORA,
     "lr": 1e-5,
     "freeze": (),
     "offload_optimizer": False,
 }
 
 
-def on_one_machine(whole: RunConfig, name: str) -> RunConfig:
+def on_one_machine(whole: RunConfig, name: str, *, publish: str = "adapter") -> RunConfig:
     """The run of two machines, with adapters, on half of their devices."""
+    lora = LORA.model_copy(update={"publish": publish})
     servers = whole.rollout.sglang.model_copy(update={"num_servers": 2})
     changes = {
         "name": name,
         "groups": fully_async(rollout_replicas=1, rollout_devices=4, actor_processes=4, actor_devices=1),
         "rollout": whole.rollout.model_copy(update={"sglang": servers}),
-        "train": TrainConfig(**dict(whole.train) | ADAPTERS | {"mesh": MeshConfig(ep=4)}),
+        "train": TrainConfig(**dict(whole.train) | ADAPTERS | {"mesh": MeshConfig(ep=4), "lora": lora}),
     }
     return RunConfig(**dict(whole) | changes)
 

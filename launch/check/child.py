@@ -349,8 +349,10 @@ def look_at_frozen(config: RunConfig, report: Report, model: Any) -> None:
         adapt(model, train.lora)
         adapters = published_adapter(model).values()
         if config.adapts_engines and config.rollout.sglang is not None:
-            from rondo.roles.engines.sglang.adapter_folder import completed
+            from rondo.roles.engines.sglang.adapter_folder import check_media, completed
 
+            if config.media is not None:
+                check_media(model.config.model_type)
             completed(published_adapter(model), disk_shapes(model))
         trained = sum(tensor.numel() for tensor in adapters)
         report.add(

@@ -5,9 +5,10 @@
 
 SGLang computes q, k and v, and gate and up, as one product each. Of an adapter with one of them it wants all, and k alone ends
 the server at its first use: so those that are missing are written as zeros. Adapters of encoders it skips, or mistakes for those
-of the decoder's layers with the same number; adapters of experts it computes with kernels of a GPU alone: both are refused.
+of the decoder's layers with the same number; adapters of experts it computes with kernels of a GPU alone: both are refused. In
+Qwen3-Omni it looks for the decoder's products in the encoder of sound too, and ends at the first one that it is to hear.
 
-Owns the two rules and the files. Does not own which modules have adapters (`models/lora.py`) nor who reads the folder.
+Owns these rules and the files. Does not own which modules have adapters (`models/lora.py`) nor who reads the folder.
 """
 
 from __future__ import annotations
@@ -32,6 +33,18 @@ _ENCODERS = re.compile(r"(^|\.)(visual|audio_tower|vision_tower|multi_modal_proj
 _EXPERTS = re.compile(r"\.experts\.")
 _KNOWN = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"})
 """Modules of a layer that `--lora-target-modules` takes by name; it takes the others with "all" alone."""
+
+_ENDS_AT_SOUND = frozenset({"qwen3_omni_moe", "qwen3_omni_moe_thinker"})
+"""Models of which SGLang 0.5.23 does not say which modules adapters are for (`should_apply_lora`), though they hear."""
+
+
+def check_media(model_type: str) -> None:
+    """Raises ConfigError for a model with which a server that has adapters does not take all media."""
+    if model_type in _ENDS_AT_SOUND:
+        raise ConfigError(
+            f"train.lora.publish must be 'merged' for media with SGLang and a model of type {model_type!r}, to whose encoder of "
+            "sound it would give the decoder's adapters and end, got 'adapter'. Set it to 'merged'"
+        )
 
 
 def completed(adapter: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:

@@ -16,9 +16,11 @@ from rondo.launch.check.target import judge_devices
 from rondo.launch.config import RunConfig
 from rondo.launch.groups import RoleGroup
 from rondo.models.config import LoraConfig
+from rondo.models.media.config import MediaConfig
 from rondo.roles.config import SGLangConfig
 from rondo.runtime.errors import ConfigError
 from tests.launch.check.test_target import FACTS, GIB, SHAPE, TRACED, config_of
+from tests.models import multimodal
 from tests.models.builders import tiny
 
 BIG = replace(SHAPE, decoder_parameters=GIB, encoder_parameters=0, keys=1024, num_caching=32, adapters=32 << 20)
@@ -99,3 +101,20 @@ def test_adapters_that_no_server_computes_are_refused_before_one_is_started_and_
             look_at_frozen(config.model_copy(update={"train": train}), report, tiny("qwen3_moe"))
     (told,) = report.findings
     assert told.text.endswith("parameters are trained, in adapters of 6 products; the model's stay")
+
+
+@pytest.mark.parametrize(("publish", "media"), [("adapter", True), ("adapter", False), ("merged", True)])
+def test_adapters_of_a_model_that_hears_are_refused_with_media_for_a_server_would_end_at_the_first_sound(
+    tmp_path: Path, publish: str, media: bool
+) -> None:
+    config, report = served(tmp_path, lora=True), Report()
+    train = config.train.model_copy(update={"lora": LoraConfig(rank=2, publish=publish)})
+    config = config.model_copy(update={"train": train, "media": MediaConfig() if media else None})
+    refused = media and publish == "adapter"
+    with (
+        pytest.raises(ConfigError, match=r"publish must be 'merged' for media with SGLang")
+        if refused
+        else nullcontext()
+    ):
+        look_at_frozen(config, report, multimodal.tiny("qwen3_omni"))
+    assert len(report.findings) == (not refused)
