@@ -3,11 +3,11 @@
 The recorded experts alone make their log-probs those of the engine, which the settings demand; with `forget` they are thrown away
 in front of the trainer. With `train.router_replay=r2` actor_fwd goes its own way, which is the engine's, and records it.
 
-With `pictures` prompts show some, layers are computed again in the backward, and every new version interrupts. Each rank that
-trains writes what its micro-batches held into `seen.RANK.jsonl` of the run, and ends where a router sends a token elsewhere than
-it was recorded, in a forward or in what is computed again.
+With `pictures` or `sounds` prompts have some (with `sounds` pictures, too: Qwen3-Omni's thinker), layers are computed again in
+the backward, and every new version interrupts. Each rank that trains writes what its micro-batches held into `seen.RANK.jsonl` of
+the run, and ends where a router sends a token elsewhere than it was recorded, in a forward or in what is computed again.
 
-    python -m tests.e2e.routed FOLDER MODE [forget] [pictures] [SETTING=VALUE ...]
+    python -m tests.e2e.routed FOLDER MODE [forget] [pictures | sounds] [SETTING=VALUE ...]
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rondo.roles.forward import ActorForwardRole
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.objective import PolicyObjective, TrainRow
 from rondo.runtime.supervision.spec import GroupSpec
-from tests.e2e.omni import image, picture, question
+from tests.e2e.omni import audio, image, picture, question, sound
 from tests.strength import LONG
 
 NAME, NUM_STEPS, NUM_EXPERTS = "routed", 5, 4
@@ -63,6 +63,20 @@ def some_with_pictures() -> list[dict[str, Any]]:
     return [{"prompt": question(*([image(picture(n))] if n % 4 else [])), "label": str(n)} for n in range(40)]
 
 
+def some_with_sounds() -> list[dict[str, Any]]:
+    kinds = ((), (audio,), (image, audio), (image,))
+    given: dict[Any, Any] = {audio: sound, image: picture}
+    return [{"prompt": question(*(kind(given[kind](n)) for kind in kinds[n % 4])), "label": str(n)} for n in range(40)]
+
+
+MEDIA: dict[str, tuple[str, Any]] = {
+    "": ("qwen3", "tests.e2e.updates:words"),
+    "pictures": ("qwen3_vl", "tests.e2e.routed:some_with_pictures"),
+    "sounds": ("qwen3_omni", "tests.e2e.routed:some_with_sounds"),
+}
+"""What prompts have -> a family that takes it, and its rows."""
+
+
 class Watch:
     """What a trainer computes, micro-batch by micro-batch."""
 
@@ -83,7 +97,7 @@ class Watch:
     def _of(self, rows: list[TrainRow], packed: PackedBatch) -> dict[str, Any]:
         return {
             "rows": len(rows),
-            "pictures": sum(row.media is not None for row in rows),
+            "media": sum(row.media is not None for row in rows),
             "prompts": len({own[0] for own in packed.pieces}),
             "interrupted": sum(len(set(row.policy_versions.tolist())) > 1 for row in rows),
             "recorded": 0 if packed.routes is None else int(packed.routes.recorded.sum()),
@@ -126,33 +140,31 @@ class DivertedForward(ActorForwardRole):
         return scorer
 
 
-def config_of(folder: Path, mode: str, *, pictures: bool = False) -> RunConfig:
+def config_of(folder: Path, mode: str, media: str = "") -> RunConfig:
     staleness = 0 if mode == "colocate" else 2
     interrupted: dict[str, Any] = {"on_new_weights": "interrupt"} if staleness else {}
-    if staleness and not pictures:
+    if staleness and not media:
         interrupted["max_interruptions"] = 1
     sizes = {"hidden_size": 64, "num_experts": NUM_EXPERTS, "moe_intermediate_size": 32, "tie_embeddings": False}
-    rows = "tests.e2e.routed:some_with_pictures" if pictures else "tests.e2e.updates:words"
+    family, rows = MEDIA[media]
     return RunConfig(
         name=NAME,
         run_dir=folder,
         num_steps=NUM_STEPS,
         max_staleness=staleness,
         groups=MODES[mode],
-        model=ModelConfig(
-            build=f"rondo.models.tiny.{'qwen3_vl' if pictures else 'qwen3'}:build", build_args=sizes
-        ),  # as SGLang serves mixtures
-        data=DataConfig(rows=rows, apply_chat_template=pictures),
-        media=MediaConfig(max_group_bytes=1 << 20) if pictures else None,
+        model=ModelConfig(build=f"rondo.models.tiny.{family}:build", build_args=sizes),  # as SGLang serves mixtures
+        data=DataConfig(rows=rows, apply_chat_template=bool(media)),
+        media=MediaConfig(max_group_bytes=1 << 20) if media else None,
         reward=RewardConfig(function="tests.e2e.updates:parity"),
         algorithm=AlgorithmConfig(old_log_probs="actor_fwd" if staleness else "auto"),
         rollout=RolloutConfig(
-            prompts_per_step=4, samples_per_prompt=4, max_prompt_tokens=64 if pictures else 8, max_new_tokens=48,
+            prompts_per_step=4, samples_per_prompt=4, max_prompt_tokens=64 if media else 8, max_new_tokens=48,
             num_slots=8, **interrupted,
         ),
         train=TrainConfig(
-            lr=1e-3, micro_batch_tokens=512 if pictures else 160, router_replay="r3", max_log_prob_gap=1e-5,
-            activation_checkpointing=pictures or mode != "hybrid",
+            lr=1e-3, micro_batch_tokens=512 if media else 160, router_replay="r3", max_log_prob_gap=1e-5,
+            activation_checkpointing=bool(media) or mode != "hybrid",
         ),
     )  # fmt: skip
 
@@ -170,7 +182,7 @@ def diverted(spec: GroupSpec, *, forget: bool, replay: str) -> GroupSpec:
 
 if __name__ == "__main__":
     folder, mode, *rest = sys.argv[1:]
-    config = config_of(Path(folder), mode, pictures="pictures" in rest)
+    config = config_of(Path(folder), mode, next((word for word in rest if word in MEDIA), ""))
     config = override(config, [text for text in rest if "=" in text])
     replay = config.train.router_replay
     specs = tuple(diverted(spec, forget="forget" in rest, replay=replay) for spec in group_specs(config))

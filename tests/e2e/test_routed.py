@@ -1,5 +1,5 @@
 """Whole runs with router replay, partial rollouts and updates in flight, whose trainer would choose other experts by itself; in
-full on two ranks that share the experts out, also with routes that actor_fwd records, and with pictures."""
+full on two ranks that share the experts out, also with routes that actor_fwd records, and with pictures and sounds."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ IN_FULL = pytest.mark.skipif(not LONG, reason="more runs: RONDO_TEST_LONG=1")
 
 
 @pytest.mark.parametrize(
-    ("mode", "replay", "pictures"),
+    ("mode", "replay", "media"),
     [
-        ("hybrid", "r3", False),
+        ("hybrid", "r3", ""),
         *(pytest.param(*each, marks=IN_FULL) for each in (
-            ("fully_async", "r2", False), ("hybrid", "r3", True), ("hybrid", "r2", True),
+            ("fully_async", "r2", ""), ("hybrid", "r3", "pictures"), ("hybrid", "r2", "pictures"),
+            ("hybrid", "r3", "sounds"), ("hybrid", "r2", "sounds"),
         )),
     ],
 )  # fmt: skip
 def test_recorded_experts_make_the_log_probs_of_samples_that_new_weights_interrupt_those_of_the_engine(
-    tmp_path: Path, mode: str, replay: str, pictures: bool
+    tmp_path: Path, mode: str, replay: str, media: str
 ) -> None:
-    options = [f"train.mesh.ep={2 if LONG else 1}", f"train.router_replay={replay}", *["pictures"] * pictures]
+    options = [f"train.mesh.ep={2 if LONG else 1}", f"train.router_replay={replay}", *([media] if media else [])]
     command = [sys.executable, "-m", "tests.e2e.routed", str(tmp_path), mode, *options]
     ended = finish(start(command, ROOT), tmp_path / NAME)
     assert ended.code == 0, ended.output
@@ -42,8 +43,8 @@ def test_recorded_experts_make_the_log_probs_of_samples_that_new_weights_interru
     assert any(len(line["versions"]) > 1 for line in logged)
     seen = [orjson.loads(line) for file in ended.run_dir.glob("seen.*.jsonl") for line in file.open()]
     # All that was recorded was replayed, in both layers, and once more where they are computed again.
-    times = 4 if pictures or mode != "hybrid" else 2
+    times = 4 if media or mode != "hybrid" else 2
     assert seen and all(each["checked"] == times * each["recorded"] for each in seen)
-    if pictures:  # one micro-batch has them, interrupted samples, and several of a prompt that share it
-        assert any(each["interrupted"] and each["pictures"] and each["prompts"] < each["rows"] for each in seen)
+    if media:  # one micro-batch has them, interrupted samples, and several of a prompt that share it
+        assert any(each["interrupted"] and each["media"] and each["prompts"] < each["rows"] for each in seen)
     assert left_behind(tmp_path) == []
