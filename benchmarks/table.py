@@ -11,6 +11,7 @@ between two comments of its page, and nothing else of the page is touched.
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -440,15 +441,17 @@ def algorithms(f: Figures) -> Iterator[Row]:
     )
 
 
-def lora(f: Figures) -> Iterator[Row]:
+def lora(f: Figures, base: str = "quick start's base") -> Iterator[Row]:
+    steps = [int(end) for end in f["full"]["reward_by_step"]]
+
     def told(side: str, size: str) -> str:
         *_, reward = f[side]["reward_by_step"].values()
         (before, after), *_ = f[side]["held_out"]
         return f"{reward:.2f}, {before:.2f} to {after:.2f}, {f[side]['step_s']:.2f} s, {f[size]:,}"
 
     yield (
-        "quick start's base, the whole model and then adapters, seed 0: reward of the last ten steps, of held-out prompts, time "
-        "of a step, bytes of a version",
+        f"{base}, the whole model and then adapters, seed 0, {steps[-1]} steps: reward of the last {steps[0]}, of held-out "
+        "prompts, time of a step, bytes of a version",
         f"{told('full', 'full_bytes')}; {told('lora', 'adapter_bytes')}",
     )
 
@@ -470,6 +473,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("bus", bus), ("growth", growth), ("link", link), ("weights", weights), ("fit", fit), ("omni", omni), ("media", media),
     ("experts", experts), ("experts_gap", experts), ("experts_memory", experts), ("staleness", staleness),
     ("algorithms", algorithms), ("lora", lora),
+    ("lora_pretrained", functools.partial(lora, base="SmolLM2-135M-Instruct on sums of two numbers")),
 )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import orjson
 import pytest
 
-from benchmarks import table
+from benchmarks import lora, table
 from benchmarks.gpu_parts import rows as on_gpu
 from rondo.launch.bench import ROOT, benchmarks
 
@@ -74,3 +74,16 @@ def test_the_readme_shows_what_was_kept_and_every_kept_file_has_its_rows() -> No
     names = {name for name, _ in table.ROWS} | {"gpu"}
     parts = {"trl_pretrained", "experts_gap", "experts_memory"}  # kept by themselves
     assert {path.stem for path in results.glob("*.json")} <= names <= {*benchmarks(ROOT), *parts}
+
+
+def test_what_adapters_bring_is_told_of_either_base() -> None:
+    records = [{"reward_mean": 0.1 * (n // 5), "step_s": 2.0, "log_prob_gap": 1e-7} for n in range(20)]
+    found = lora.figures([(records, [0.25, 0.5])])
+    assert found["reward_by_step"] == {5: 0.0, 10: 0.1, 15: 0.2, 20: 0.3}
+    assert found["seconds_by_step"] == {5: 10.0, 10: 20.0, 15: 30.0, 20: 40.0}
+    figures = {"full": found, "lora": found, "full_bytes": 1000, "adapter_bytes": 10}
+    rows = dict(table.ROWS)
+    for name, base in (("lora", "quick start's base"), ("lora_pretrained", "SmolLM2-135M-Instruct")):
+        [(what, figure)] = rows[name](figures)
+        assert what.startswith(base) and "20 steps: reward of the last 5" in what
+        assert figure == "0.30, 0.25 to 0.50, 2.00 s, 1,000; 0.30, 0.25 to 0.50, 2.00 s, 10"
