@@ -55,7 +55,7 @@ ROLES = {
 LIGHT = ("advantages", "coordinator", "reward_worker")
 VICTIMS = (*ROLES, "coordinator", "reward_worker", *ENGINES, "store", "nursery")
 FAULTS = ("sigkill", "exception", "oom", "sigstop", "hang", "disk_full")
-SILENCE_S, WORK_S, REWARD_S, FORK_S = 8.0, 10.0, 3.0, 30.0
+SILENCE_S, WORK_S, REWARD_S, FORK_S, UPDATE_S = 8.0, 10.0, 3.0, 30.0, 20.0
 SMALL = (
     "num_steps=1000000", "sft=null", "evaluation=null", "data.held_out=0", "rollout.prompts_per_step=8",
     "rollout.num_slots=64", "train.save_every=500", "train.keep_checkpoints=1",
@@ -63,6 +63,7 @@ SMALL = (
 LIMITS = (
     f"supervision.silence_s={SILENCE_S}", f"supervision.work_floor_s={WORK_S}", "supervision.work_ceiling_s=120",
     f"reward.deadline_s={REWARD_S}", f"rollout.sglang.silent_deadline_s={SILENCE_S}",
+    f"rollout.sglang.update_deadline_s={UPDATE_S}",
     "supervision.max_restarts=1000", "supervision.max_global_restarts=0", "supervision.max_backoff_s=0",
 )  # fmt: skip
 DISK_BYTES = 96 << 20
@@ -76,6 +77,8 @@ def seconds_limit(role: str, fault: str) -> float:
     if fault not in ("sigstop", "hang") and role != "scheduler":  # of which nobody is told that it died
         return SEEN_S
     of = {"reward_worker": REWARD_S, "nursery": FORK_S}
+    if role == "scheduler" and fault == "hang":  # which may begin in an update, whose own limit then comes first
+        return UPDATE_S + SILENCE_S + 3.0
     worked = fault == "hang" and role in ROLES and role != "advantages"
     return of.get(role, WORK_S * 2 if worked else SILENCE_S) + 3.0
 

@@ -170,14 +170,21 @@ class ChaosRun(subprocess.Popen[str]):
         if role == "nursery":
             return self._nursery()
         if role == "reward_worker":
-            below = self._newest("rollout-0").children(recursive=True)
-            leaves = [each for each in below if any("pool_worker" in word for word in each.cmdline())]
-            parents = {each.ppid() for each in leaves}
-            return next(each for each in leaves if each.pid not in parents)
+            leaves = self._below_rollout("pool_worker")
+            parents = {above for _, above in leaves}
+            return next(each for each, _ in leaves if each.pid not in parents)
         if role in ENGINES:
-            below = self._newest("rollout-0").children(recursive=True)
-            return next(each for each in below if any(ENGINES[role] in word for word in each.cmdline()))
+            return self._below_rollout(ENGINES[role])[0][0]
         return self._newest(role if role in ("coordinator", "store") else f"{role}-0")
+
+    def _below_rollout(self, word: str) -> list[tuple[psutil.Process, int]]:
+        """(process, its parent) of those with `word` in their command line that live: others end while they are listed."""
+        found = []
+        for each in self._newest("rollout-0").children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any(word in part for part in each.cmdline()):
+                    found.append((each, each.ppid()))
+        return found
 
     def _newest(self, group: str) -> psutil.Process:
         """The last registered process of a group: of several ranks the last one's."""
