@@ -326,6 +326,11 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     text = "a run that goes on evaluates the newest weights that it has, beside its training"
     add("--live", action="store_true", help=text)
     _add_serving(verb("serve", serve, "Serve a model over HTTP, in SGLang's dialect and OpenAI's."))
+    add = verb(
+        "view", _in("rondo.launch.dashboard.server", "main"), "Show runs in a browser, live or over, side by side."
+    )
+    add("paths", metavar="RUN", type=Path, nargs="*", default=[Path("runs/latest")], help="default: runs/latest")
+    _add_place(add, 8265)
     add = verb("bus", bus, "Serve a bus of its own to programs on this node, which join by its folder.")
     add("folder", metavar="FOLDER", type=Path, help="made where it is not there; a short path")
     _add_job(verb("slurm", slurm, "Write a run as a batch job of SLURM, or submit it.", config))
@@ -350,25 +355,29 @@ def _add_checkpoint(add: Callable[..., Any]) -> None:
 def _add_serving(add: Callable[..., Any]) -> None:
     add("model", metavar="MODEL", help="a Hugging Face folder or name, or a run with a checkpoint")
     length = "tokens of prompt and answer together; default: the model's positions, at most 8192"
+    _add_place(add, 30000)
     for name, kind, default, text in (
-        ("--host", str, "127.0.0.1", "address; any but loopback needs --token-file"),
-        ("--port", int, 30000, "0 takes a free one"),
         ("--dtype", str, None, "float32, bfloat16 or float16; default: float32 on the CPU, else bfloat16"),
         ("--device", str, None, "such as cpu or cuda:0; default: the first accelerator, else the CPU"),
         ("--num-slots", int, 32, "sequences that are decoded at once"),
         ("--max-length", int, None, length),
-        ("--token-file", Path, None, "a file (mode 0600) with the bearer token; default: one of its own"),
-        (
-            "--tls-cert",
-            Path,
-            None,
-            "a certificate (PEM), with those that lead to its root behind it: TLS, 1.2 or newer",
-        ),
-        ("--tls-key", Path, None, "its key (PEM, mode 0600, without a password)"),
         ("--served-model-name", str, None, "the model's name in answers; default: MODEL"),
     ):
         shown = "" if default is None else f" (default {default})"
         add(name, type=kind, default=default, metavar=name[2:].upper(), help=text + shown)
+
+
+def _add_place(add: Callable[..., Any], port: int) -> None:
+    """Where a server of ours listens, and who may ask."""
+    tls = "a certificate (PEM), with those that lead to its root behind it: TLS, 1.2 or newer"
+    for name, kind, default, text in (
+        ("--host", str, "127.0.0.1", "address; any but loopback needs --token-file (default 127.0.0.1)"),
+        ("--port", int, port, f"0 takes a free one (default {port})"),
+        ("--token-file", Path, None, "a file (mode 0600) with the bearer token; default: one of its own"),
+        ("--tls-cert", Path, None, tls),
+        ("--tls-key", Path, None, "its key (PEM, mode 0600, without a password)"),
+    ):
+        add(name, type=kind, default=default, metavar=name[2:].upper(), help=text)
 
 
 def _add_job(add: Callable[..., Any]) -> None:

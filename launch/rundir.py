@@ -10,6 +10,7 @@ when that process ends, however it ends, so nothing stale is ever left to clean.
       supervisor.json (0600, while it runs)
       best -> checkpoints/step_000040  best.json  after_save.json
       metrics.jsonl  events.jsonl  timeline/  logs/attempt_0/  journal/  samples/  checkpoints/  dumps/
+      index/ (what a dashboard has read)
 
 A name that has been used gets the next number (`runs/quickstart-2`); a name whose run is alive is refused.
 """

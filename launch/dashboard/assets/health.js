@@ -1,0 +1,50 @@
+// Health: role groups with restarts and memory, what is waited for with deadlines, what happened, and the ends of logs.
+
+import { bytes, card, clock, el, empty, field, number, of, seconds, select, table } from "./dom.js";
+
+const HIDDEN = new Set(["time", "kind", "source", "group", "incarnation"]);
+const BAD = new Set(["died", "given_up", "not_told", "quarantined", "group_error", "undelivered", "forced"]);
+const shown = (event) => Object.entries(event).filter(([name]) => !HIDDEN.has(name)).map(([name, value]) => `${name}=${typeof value === "object" ? JSON.stringify(value) : typeof value === "number" ? number(value) : value}`).join("  ");
+
+export async function health(place, state) {
+  const boxes = state.shown.map(() => el("div", { class: "run-health" }));
+  place.append(...boxes);
+  const logs = new Map();
+  async function refresh() {
+    const found = await Promise.all(state.shown.map((run) => of(run.id, "/health")));
+    found.forEach((told, at) => {
+      const run = state.shown[at], scrolled = [...boxes[at].querySelectorAll(".events, .log")].map((each) => each.scrollTop);
+      const log = logs.get(run.id) ?? el("div");
+      if (!logs.has(run.id)) { logs.set(run.id, log); if (told.logs.length) choose(run, log, told.logs, null); else log.append(empty("No logs yet.")); }
+      boxes[at].replaceChildren(
+        el("h2", { class: `c${run.colour}` }, el("i", { class: `state ${run.state}` }), run.id, el("span", { class: "quiet" }, run.words)),
+        card("Role groups and services", told.groups.length ? table(["name", "state", "incarnation", "deaths", "memory", "cores", "at"], told.groups.map((each) => [
+          each.name, el("span", { class: each.state === "died" || each.state === "given_up" ? "badge bad" : "badge" }, each.state || "–"), number(each.incarnation),
+          each.deaths ? el("strong", { class: "bad" }, number(each.deaths)) : "0", bytes(each.rss_bytes), number(each.cores, 3), each.section || "–"])) : empty("Nothing has started yet.")),
+        waits(told),
+        card("What happened, newest first", told.events.length ? el("ol", { class: "events", tabindex: 0 }, told.events.map((event) => el("li", { class: BAD.has(event.kind) ? "bad" : null },
+          el("time", {}, clock(event.time).slice(11)), el("b", {}, event.kind ?? "event"), el("span", {}, event.group ?? event.source ?? "", "  ", shown(event))))) : empty("Nothing has happened yet.")),
+        card("Logs", log));
+      [...boxes[at].querySelectorAll(".events, .log")].forEach((each, index) => { each.scrollTop = scrolled[index] ?? 0; });
+    });
+  }
+  await refresh();
+  return refresh;
+}
+
+function waits(told) {
+  if (told.waits.length) return card("Who waits for what", table(["who", "for what", "of whom", "for", "deadline"], told.waits.map((each) => [each.waiter, each.name, each.peer, seconds(each.seconds), each.deadline_s === null ? "none" : seconds(each.deadline_s)])));
+  const sums = Object.entries(told.waits_s).map(([role, waited]) => [role, Object.entries(waited).sort((a, b) => b[1] - a[1]).slice(0, 5).map(([name, value]) => `${name} ${seconds(value)}`).join(", ")]);
+  return card(sums.length ? "What was waited for longest, over the whole run" : "Who waits for what", sums.length ? table(["role", "waits"], sums) : empty(told.unanswered ?? "Nobody waits now."));
+}
+
+async function choose(run, place, names, name) {
+  const file = name ?? names.find((each) => each.includes("actor-0")) ?? names[0];
+  const tools = field("File", select(names.map((each) => [each, each]), file, (value) => choose(run, place, names, value)));
+  try {
+    const told = await of(run.id, "/log", { file });
+    place.replaceChildren(tools, told.lines.length ? el("pre", { class: "log", tabindex: 0 }, told.lines.join("\n")) : empty(`${file} is empty.`));
+  } catch (error) {
+    place.replaceChildren(tools, empty(error.message));
+  }
+}

@@ -1,0 +1,90 @@
+// Samples: prompts and answers as text, found by step, reward and words; one of them whole, with its prompt group beside it.
+
+import { card, clock, el, empty, field, number, of, percent, select } from "./dom.js";
+
+const text = (value) => (typeof value === "string" ? value : value === null || value === undefined ? "" : JSON.stringify(value, null, 2));
+const OWN = new Set(["prompt", "response", "label", "reward", "time", "group", "number", "sample", "set", "finish_reason", "num_tokens", "versions", "error"]);
+
+export async function samples(place, state) {
+  const run = state.one, query = Object.fromEntries(["kind", "first", "last", "least", "most", "search"].map((name) => [name, state.get(name)]));
+  query.failed = state.get("failed") === "1" ? "true" : null;
+  const list = el("div", { class: "list" }), count = el("p", { class: "quiet" }), more = el("button", { type: "button", class: "more", hidden: true }, "Show more");
+  const found = await of(run.id, "/samples", { ...query, limit: 20 });
+  const typed = (name, label, attributes) => field(label, el("input", { value: state.get(name) ?? "", onchange: (event) => state.set({ [name]: event.target.value, row: null }), ...attributes }));
+  place.append(el("div", { class: "tools" },
+    state.shown.length > 1 ? field("Run", select(state.shown.map((each) => [each.id, each.id]), run.id, (value) => state.set({ run: value, row: null }))) : null,
+    typed("search", "Words", { type: "search", placeholder: "in prompt or answer  ( / )" }),
+    field("Made for", select([["", "everything"], ...found.kinds.map((kind) => [kind, kind === "trained" ? "training" : `evaluation ${kind}`])], query.kind ?? "", (value) => state.set({ kind: value, row: null }))),
+    typed("first", "From step", { type: "number", min: 0, class: "short" }), typed("last", "to", { type: "number", min: 0, class: "short" }),
+    typed("least", "Reward from", { type: "number", step: "any", class: "short" }), typed("most", "to", { type: "number", step: "any", class: "short" }),
+    field("Failed only", el("input", { type: "checkbox", checked: query.failed === "true", onchange: (event) => state.set({ failed: event.target.checked ? "1" : null, row: null }) }))));
+  const whole = el("aside", { class: "whole", "aria-label": "The chosen sample" });
+  place.append(count, el("div", { class: "pair" }, el("div", {}, list, more), whole));
+
+  let next = null;
+  const add = (told) => {
+    list.append(...told.rows.map((row) => entry(row, () => open(row.row))));
+    next = told.next;
+    more.hidden = next === null;
+    more.textContent = told.rows.length ? "Show more" : "Look further back";
+    const share = told.share < 1 ? `, ${percent(told.share)} of the files are read so far` : "";
+    count.textContent = `${number(told.matching)} of ${number(told.total)} kept samples${query.search ? " are looked through, newest first" : ", newest first"}${share}.`;
+    if (!list.childElementCount) list.append(empty(told.total ? (next === null ? "No sample is like that." : "None among the newest ones.") : "No samples are kept yet."));
+  };
+  more.addEventListener("click", async () => { list.querySelector(":scope > .empty")?.remove(); add(await of(run.id, "/samples", { ...query, before: next, limit: 20 })); });
+  add(found);
+
+  async function open(row) {
+    state.set({ row }, false);
+    for (const each of list.children) each.setAttribute("aria-current", String(Number(each.dataset.row) === row));
+    const told = await of(run.id, "/group", { row });
+    whole.replaceChildren(detail(told, open));
+  }
+  const chosen = state.get("row") ?? found.rows[0]?.row;
+  if (chosen !== undefined && chosen !== null) await open(Number(chosen));
+  // What is read is not taken away: new samples come when the newest is still at the top of a list that was not opened further.
+  return async () => {
+    if (list.scrollTop || scrollY || list.childElementCount > 20 || state.get("row") !== String(found.rows[0]?.row ?? "")) return;
+    const told = await of(run.id, "/samples", { ...query, limit: 20 });
+    if (told.rows[0]?.row !== found.rows[0]?.row) { found.rows = told.rows; list.replaceChildren(); add(told); await open(told.rows[0].row); }
+  };
+}
+
+function reward(value) {
+  const known = typeof value === "number";
+  return el("span", { class: `reward ${known ? (value > 0 ? "good" : value < 0 ? "bad" : "none") : "failed"}` }, known ? number(value, 3) : "no reward");
+}
+
+const where = (row) => (row.step === null ? `evaluation ${row.kind}${row.line.set ? `, ${row.line.set}` : ""}` : `step ${row.step}`);
+
+function entry(row, open) {
+  return el("button", { type: "button", class: "entry", "data-row": row.row, onclick: open },
+    el("span", { class: "head" }, reward(row.line.reward), el("span", {}, where(row)), row.line.error ? el("span", { class: "badge bad" }, "failed") : null, row.line.finish_reason === "length" ? el("span", { class: "badge" }, "cut off") : null),
+    el("span", { class: "line" }, text(row.line.prompt).slice(0, 300)),
+    el("span", { class: "line answer" }, text(row.line.response).slice(0, 300)));
+}
+
+function detail({ sample, group, elsewhere }, open) {
+  const line = sample.line, others = Object.entries(line).filter(([name]) => !OWN.has(name) && !(name === "details" && !Object.keys(line.details ?? {}).length));
+  const block = (title, value, kind = "") => (text(value) === "" ? null : el("section", {}, el("h3", {}, title), el("pre", { class: kind, tabindex: 0 }, text(value))));
+  return card(null,
+    el("p", { class: "head" }, reward(line.reward), el("strong", {}, where(sample)), el("span", { class: "quiet" },
+      [line.group !== undefined ? `group ${line.group}` : line.number !== undefined ? `prompt ${line.number}` : null, `sample ${line.sample ?? 0}`,
+        line.num_tokens !== undefined ? `${number(line.num_tokens)} tokens` : null, line.finish_reason ? `ended by ${line.finish_reason}` : null,
+        line.versions?.length ? `policy version ${line.versions.join(", ")}` : null, clock(line.time)].filter(Boolean).join(" · "))),
+    line.error ? block("Failed", line.error, "bad") : null,
+    dialogue(line.prompt) ?? block("Prompt", line.prompt), block("Answer", line.response, "answer"), block("Label", line.label),
+    others.map(([name, value]) => block(name, value)),
+    group.length > 1 ? beside("Its prompt group, as far as it is kept", group, sample, open) : null,
+    elsewhere.length ? beside("The same prompt in other evaluations", elsewhere, sample, open) : null);
+}
+
+function dialogue(prompt) {
+  if (!Array.isArray(prompt) || !prompt.length || !prompt.every((turn) => turn && typeof turn === "object" && "role" in turn)) return null;
+  return el("section", {}, el("h3", {}, "Prompt"), prompt.map((turn) => el("div", { class: "turn" }, el("b", {}, text(turn.role)), el("pre", { tabindex: 0 }, text(turn.content)))));
+}
+
+const beside = (title, rows, chosen, open) => el("section", {}, el("h3", {}, title), el("div", { class: "group" }, rows.map((row) =>
+  el("button", { type: "button", class: "entry", "aria-current": String(row.row === chosen.row), onclick: () => open(row.row) },
+    el("span", { class: "head" }, reward(row.line.reward), el("span", {}, `sample ${row.line.sample ?? 0}`), row.step === null ? el("span", { class: "quiet" }, where(row)) : null),
+    el("span", { class: "line answer" }, text(row.line.response).slice(0, 200))))));

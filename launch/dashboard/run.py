@@ -1,0 +1,219 @@
+"""Run: how a run is doing or how it ended, in words and figures, from its files and, while it lives, from its admin endpoint.
+
+Owns what a page is told of one run. Does not own any number: each is read where it is written, and what `rondo explain` and
+`rondo status` say is said by them. Invariants: nothing here writes to a run but its index; a run that does not answer is told
+as such, and its files are shown all the same.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rondo.launch.dashboard.metrics import Metrics
+from rondo.launch.dashboard.samples import Samples
+from rondo.launch.dashboard.tail import Tail
+from rondo.launch.report.explain import Processor, Setup, explain
+from rondo.launch.report.status import ask
+from rondo.launch.report.steps import newest_steps
+from rondo.launch.report.summary import read
+from rondo.launch.rundir import owner, read_json, supervisor_record
+from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.records.record import last_lines, read_lines
+
+_COUNTED = frozenset({"committed", "autoscale_holds"})
+"""Kinds of events that come with every step."""
+_NUM_EVENTS = 400
+_NUM_STEPS = 50
+_RECENT = 20
+_FRESH_S = 1.0
+_ASKED = ("healthz", "roles", "waits", "bus", "weights")
+_LOG_LINES, _LOG_BYTES = 400, 256 << 10
+
+
+class Run:
+    """One run directory, `id` among those that are shown. Methods read files and wait for answers: call them in a thread."""
+
+    def __init__(self, id: str, path: Path) -> None:
+        self.id, self.path = id, path
+        self.metrics, self.samples = Metrics(path), Samples(path)
+        self._lock = threading.Lock()
+        self._asked: dict[str, Any] = {}
+        self._asked_at = -_FRESH_S
+        self._forget_events()
+
+    def _forget_events(self) -> None:
+        self._tail = Tail(self.path / "events.jsonl")
+        self._events: deque[dict[str, Any]] = deque(maxlen=_NUM_EVENTS)
+        self._groups: dict[str, dict[str, Any]] = {}
+        self._commits: deque[tuple[int, float]] = deque(maxlen=_NUM_EVENTS)
+
+    def close(self) -> None:
+        self.metrics.close()
+        self.samples.close()
+
+    # ---- what is asked ----------------------------------------------------------------------------------------------
+
+    def overview(self) -> dict[str, Any]:
+        """State, step, reward, pace, who waits for whom, in words."""
+        self.metrics.advance()
+        settings, last, live = read_json(self.path / "config.resolved.json"), self.metrics.last, self.live()
+        state, words = self._state(live)
+        evaluations, job = self.metrics.evaluations(), settings.get("job", "rl")
+        return {
+            "id": self.id, "path": str(self.path), "state": state, "words": words, "alive": state in ("live", "starting"),
+            "share": self.metrics.share, "num_done": last["step"] + 1 if last else 0, "num_steps": settings.get("num_steps"),
+            "figures": self._figures(last), "last_time": last.get("time"), "job": job,
+            "evaluations": [{name: each.get(name) for name in ("label", "version", "reward")} for each in evaluations[-5:]],
+            "explanation": self._explanation(settings), "mode": settings.get("mode"), "seed": settings.get("seed"),
+        }  # fmt: skip
+
+    def health(self) -> dict[str, Any]:
+        """Role groups, restarts, waits, memory and what happened."""
+        with self._lock:
+            self._read_events()
+            events, groups = list(self._events)[::-1], [dict(each) for each in self._groups.values()]
+        live, summary = self.live(), self._summary()
+        by_name = {each["name"]: each for each in live.get("roles", ())}
+        memory, cores = summary.get("memory_bytes", {}), summary.get("cores", {})
+        for each in groups:
+            name = each["name"]
+            known = by_name.pop(name, {})
+            each |= {n: known[n] for n in ("state", "role", "restarts", "section", "rss_bytes", "pids") if n in known}
+            each.setdefault("rss_bytes", memory.get(name))
+            each["cores"] = cores.get(name)
+        logs = sorted(str(p.relative_to(self.path / "logs")) for p in (self.path / "logs").glob("*/*.log"))
+        return {
+            "groups": groups, "events": events, "waits": live.get("waits", []), "health": live.get("healthz"),
+            "unanswered": live.get("error"), "logs": logs, "waits_s": summary.get("waits_s", {}),
+        }  # fmt: skip
+
+    def log(self, name: str) -> dict[str, Any]:
+        """The end of a log. ConfigError for none of this run's."""
+        path = (self.path / "logs" / name).resolve()
+        if not path.is_relative_to((self.path / "logs").resolve()) or path.suffix != ".log" or not path.is_file():
+            raise ConfigError(f"file must be a log of this run, got {name!r}. See the list of its health")
+        return {"file": name, "bytes": path.stat().st_size, "lines": last_lines(path, _LOG_LINES, _LOG_BYTES)}
+
+    def flow(self) -> dict[str, Any]:
+        """The bus and the weights: of a live run as its coordinator counts, and what the files know."""
+        with self._lock:
+            self._read_events()
+            commits = list(self._commits)
+        live, summary = self.live(), self._summary()
+        names = ("admitted", "trained", "lost", "trained_twice", "by_outcome")
+        return {
+            "bus": live.get("bus"), "weights": live.get("weights"), "unanswered": live.get("error"),
+            "ledger": {name: summary.get(f"samples_{name}") for name in names} if summary else None,
+            "staleness": summary.get("staleness_histogram"), "commits": commits,
+        }  # fmt: skip
+
+    def live(self) -> dict[str, Any]:
+        """What the admin endpoint says, by the names of its routes; "error" where it does not answer, empty for a run that is
+        over. Not older than a second, and asked once at a time."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._asked_at < _FRESH_S:
+                return self._asked
+            record, told = supervisor_record(self.path), dict[str, Any]()
+            if record is not None:
+                try:
+                    told = {name: ask(record, f"/{name}") for name in _ASKED}
+                except RondoError as error:
+                    told = {"error": str(error)}
+            self._asked, self._asked_at = told, time.monotonic()
+            return told
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    def _state(self, live: Mapping[str, Any]) -> tuple[str, str]:
+        if "healthz" in live:
+            told = live["healthz"]
+            what = "goes on" if told.get("ready") else "has roles that are starting"
+            failing = f"The run is failing: {told.get('failing', 'see its health')}."
+            words = f"The run {what}." if told.get("healthy") else failing
+            return "live", words
+        if "error" in live:
+            return "live", f"The run is alive and does not answer: {live['error']}"
+        if owner(self.path) is not None:
+            return "starting", "The run is starting, or ends."
+        summary = self._summary()
+        if not summary:
+            return "unfinished", "The run ended without a summary: it was killed, or lost its machine."
+        code = summary["exit_code"]
+        if code == 0:
+            return "done", f"The run is done, after {summary['wall_s']:.0f} s."
+        if code == 75:
+            return "stopped", "The run was stopped, and can be resumed."
+        return "failed", f"The run failed: {summary['first_cause'] or f'exit code {code}'}"
+
+    def _summary(self) -> dict[str, Any]:
+        found = read(self.path)
+        return {} if found is None else asdict(found)
+
+    def _figures(self, last: Mapping[str, Any]) -> dict[str, float]:
+        """What a glance should see, of the newest step, and the pace of the newest ones."""
+        found = {
+            name: last[name] for name in ("reward_mean", "loss", "staleness_mean", "entropy", "kl", "grad_norm")
+            if isinstance(last.get(name), int | float)
+        }  # fmt: skip
+        names = ("step_s", "tokens", "num_samples", "time")
+        done = last.get("step", 0)
+        recent = {
+            name: series["mean"]
+            for name, series in self.metrics.series(names, done - _RECENT + 1, None, _RECENT).items()
+        }
+        times = recent.get("time", [])
+        if len(times) > 1 and (seconds := times[-1] - times[0]) > 0:
+            found["s_a_step"] = seconds / (len(times) - 1)
+            for name, shown in (("tokens", "tokens_a_s"), ("num_samples", "samples_a_s")):
+                if len(recent.get(name, ())) == len(times):
+                    found[shown] = sum(recent[name][1:]) / seconds
+        return found
+
+    def _explanation(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What `rondo explain` says of the newest steps, but for processors; None before there is one, and of jobs without
+        rollouts."""
+        steps = newest_steps(self.path, _NUM_STEPS) if settings.get("job", "rl") == "rl" else []
+        if not steps:
+            return None
+        if len(steps) > 2:
+            steps = steps[1:] if steps[0].step == 0 else steps
+        found = explain(steps, Setup.of(settings, os.cpu_count() or 1), Processor())
+        told = asdict(found)
+        return {name: told[name] for name in ("first", "last", "step_s", "trainer", "roles", "findings")}
+
+    def _read_events(self) -> None:
+        while True:
+            lines = self._tail.read()
+            if self._tail.shrunk:
+                self._forget_events()
+                continue
+            self._fold(read_lines(lines, self._tail.path))
+            if not lines or self._tail.done:
+                return
+
+    def _fold(self, records: Iterable[Any]) -> None:
+        for record in records:
+            if not isinstance(record, dict):
+                continue
+            kind, name = record.get("kind"), record.get("group")
+            if kind == "committed":
+                self._commits.append((record.get("version", 0), record.get("time", 0.0)))
+            if kind in _COUNTED:
+                continue
+            self._events.append(record)
+            if not isinstance(name, str):
+                continue
+            group = self._groups.setdefault(name, {"name": name, "state": "", "incarnation": 0, "deaths": 0})
+            if kind in ("starting", "ready", "died", "done", "draining", "given_up"):
+                group["state"] = kind
+                group["incarnation"] = record.get("incarnation", group["incarnation"])
+            if kind == "died":
+                group["deaths"] += 1

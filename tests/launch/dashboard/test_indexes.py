@@ -1,0 +1,138 @@
+"""What is kept beside the files: whole or cut off, of this file or made anew, and as good as reading all again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from rondo.launch.dashboard import metrics as metrics_module
+from rondo.launch.dashboard import samples as samples_module
+from rondo.launch.dashboard.blocks import FOLDER, Blocks
+from rondo.launch.dashboard.metrics import Metrics, chosen, decimate
+from rondo.launch.dashboard.samples import Samples, Wanted
+from tests.launch.dashboard.runs import a_run, evaluated, lines, of_step, sample
+
+
+def all_of(run: Path) -> tuple[Metrics, dict[str, object]]:
+    metrics = Metrics(run)
+    metrics.advance()
+    assert metrics.share == 1.0
+    return metrics, metrics.series(metrics.names(), None, None, 1000)
+
+
+def test_a_block_that_is_torn_is_cut_off_with_all_behind_it(tmp_path: Path) -> None:
+    blocks = Blocks(tmp_path / FOLDER / "x")
+    assert list(blocks.read()) == []
+    for number in range(3):
+        blocks.append({"number": number}, b"data")
+    blocks.close()
+    path = tmp_path / FOLDER / "x"
+    whole = path.read_bytes()
+    for torn in (whole[:-1], whole.replace(b'"number":2', b'"number":2,,'), whole[:-4] + b"DATA"):
+        path.write_bytes(torn)
+        again = Blocks(path)
+        assert [head["number"] for head, _ in again.read()] == [0, 1]
+        again.append({"number": 7}, b"")
+        again.close()
+        last = Blocks(path)
+        assert [head["number"] for head, _ in last.read()] == [0, 1, 7]
+        last.close()
+
+
+def test_two_dashboards_of_a_run_do_not_write_one_index(tmp_path: Path) -> None:
+    first, second = Blocks(tmp_path / "x"), Blocks(tmp_path / "x")
+    assert list(first.read()) == list(second.read()) == []
+    second.append({"number": 2}, b"")
+    first.append({"number": 1}, b"")
+    first.close()
+    assert [head["number"] for head, _ in second.read()] == [1]
+    second.close()
+
+
+def test_curves_from_the_index_are_those_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "_BLOCK_BYTES", 1)
+    run = a_run(tmp_path, steps=40)
+    first, expected = all_of(run)
+    first.close()
+    lines(run / "metrics.jsonl", [of_step(40, kl=0.5), evaluated(41, 0.8)])
+    monkeypatch.setattr(metrics_module.Metrics, "_write", lambda self: None)
+    second, found = all_of(run)
+    assert found["loss"]["mean"] == [*expected["loss"]["mean"], -40.0]  # type: ignore[index]
+    assert found["staleness_tokens/1"]["mean"][:40] == expected["staleness_tokens/1"]["mean"]  # type: ignore[index]
+    assert found["kl"] == {"num": 1, "x": [40.0], "mean": [0.5]}
+    assert [each["version"] for each in second.evaluations()] == [0, 40, 41]
+    assert second.last["step"] == 40
+    second.close()
+
+
+def test_an_index_of_another_run_in_the_same_place_is_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_module, "_BLOCK_BYTES", 1)
+    run = a_run(tmp_path, steps=40)
+    first, _ = all_of(run)
+    first.close()
+    (run / "metrics.jsonl").write_text("")
+    lines(run / "metrics.jsonl", [of_step(step, loss=9.0) for step in range(60)])
+    second, found = all_of(run)
+    assert set(found["loss"]["mean"]) == {9.0}  # type: ignore[index]
+    second.close()
+
+
+def test_samples_from_the_index_are_those_of_the_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples_module, "_BLOCK_ROWS", 7)
+    run = a_run(tmp_path)
+    first = Samples(run)
+    first.advance()
+    expected = first.find(Wanted(), None, 200)
+    first.close()
+    lines(run / "samples" / "step_000010.jsonl", [sample(99)])
+    monkeypatch.setattr(samples_module, "_row", lambda line: (0, 0, 0.5, False, False))  # of new lines alone
+    second = Samples(run)
+    second.advance()
+    new, *old = second.find(Wanted(), None, 200)["rows"]
+    assert new["line"]["group"] == 99 and old == expected["rows"]
+    assert second.find(Wanted(least=0.5, most=0.5, kind="trained"), None, 200)["matching"] == 1
+    second.close()
+
+
+def test_reading_much_is_done_in_parts_and_says_how_far_it_is(tmp_path: Path) -> None:
+    run = a_run(tmp_path, steps=40)
+    samples = Samples(run)
+    samples.advance(seconds=0.0)
+    assert samples.share == 0.0
+    until = time.monotonic() + 60
+    while samples.share < 1.0 and time.monotonic() < until:
+        samples.advance(seconds=0.001)
+    assert samples.find(Wanted(), None, 1)["total"] == 40 * 5 + 8
+    samples.close()
+
+
+def test_a_folder_that_cannot_be_written_to_is_read_all_the_same(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    (run / FOLDER).write_text("in the way")
+    metrics, found = all_of(run)
+    assert found["loss"]["num"] == 10  # type: ignore[index]
+    metrics.close()
+
+
+def test_a_step_that_ran_again_counts_as_its_last_run() -> None:
+    x, y = chosen(np.array([0.0, 1, 2, 1, 2, 3]), np.array([1.0, 2, 3, 20, np.nan, 40]), None, None)
+    assert (x.tolist(), y.tolist()) == ([0, 1, 2, 3], [1, 20, 3, 40])
+    assert chosen(np.arange(9.0), np.arange(9.0), 2, 4)[0].tolist() == [2, 3, 4]
+
+
+@pytest.mark.parametrize("num", [1, 7, 100, 1001])
+def test_buckets_keep_the_extremes_and_the_mean(num: int) -> None:
+    random = np.random.default_rng(num)
+    x = np.unique(random.integers(0, 10 * num, num)).astype(float)
+    y = random.normal(size=len(x))
+    told = decimate(x, y, 50)
+    assert len(told["x"]) <= 50 and told["num"] == len(x) and told["x"][0] == x[0]
+    if "min" in told:
+        assert (min(told["min"]), max(told["max"])) == (y.min(), y.max())
+        counts = np.diff(np.append(np.searchsorted(x, told["x"]), len(x)))
+        assert np.dot(told["mean"], counts) / len(x) == pytest.approx(y.mean())

@@ -1,0 +1,226 @@
+"""The page's server, in this process, on run directories made by hand: what it tells, of files as they grow and tear, and to
+whom."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from rondo.launch.cli import main
+from rondo.launch.dashboard.server import ASSETS, Dashboard
+from rondo.launch.rundir import RunDir
+from rondo.runtime.admin.server import bind
+from rondo.runtime.errors import ConfigError
+from tests.launch.dashboard.runs import HOSTILE, a_run, lines, of_step, sample
+
+TOKEN = "d" * 64
+
+
+class Page:
+    """Asks as the page does."""
+
+    def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
+        self._url, self._session = url, session
+
+    async def ask(self, path: str, token: str | None = TOKEN, **query: Any) -> tuple[int, Any]:
+        headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+        async with self._session.get(self._url + path, params=query, headers=headers) as answer:
+            return (
+                answer.status,
+                await answer.json() if answer.content_type == "application/json" else await answer.text(),
+            )
+
+    async def of(self, path: str, **query: Any) -> Any:
+        status, told = await self.ask(f"/api/runs/demo{path}", **query)
+        assert status == 200, told
+        return told
+
+    async def headers(self, path: str) -> Any:
+        async with self._session.get(self._url + path) as answer:
+            return answer.headers
+
+
+@contextlib.asynccontextmanager
+async def page(*runs: Path, host: str = "127.0.0.1", given: tuple[str, ...] = ()) -> AsyncIterator[Page]:
+    dashboard = Dashboard(runs, host=host, token=TOKEN, given=given)
+    await dashboard.http.start(bind("127.0.0.1", 0, "--port"))
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield Page(f"http://127.0.0.1:{dashboard.http.port}", session)
+    finally:
+        await dashboard.close()
+
+
+async def test_a_finished_run_is_told_in_words_and_figures(tmp_path: Path) -> None:
+    async with page(a_run(tmp_path)) as demo:
+        (told,) = (await demo.ask("/api/runs"))[1]
+        assert (told["id"], told["state"], told["num_done"], told["num_steps"]) == ("demo", "done", 10, 10)
+        assert told["figures"]["reward_mean"] == 0.9 and told["figures"]["s_a_step"] == 2.0
+        assert told["figures"]["tokens_a_s"] == 50.0
+        assert told["explanation"]["findings"][0]["text"] == "actor and rollout take turns: each waits for the other."
+        health = await demo.of("/health")
+        (actor,) = health["groups"]
+        assert (actor["state"], actor["incarnation"], actor["deaths"], actor["rss_bytes"]) == ("ready", 2, 1, 1 << 20)
+        assert [event["kind"] for event in health["events"]] == ["ready", "starting", "died", "ready", "starting"]
+        flow = await demo.of("/flow")
+        assert flow["ledger"]["trained"] == 80 and len(flow["commits"]) == 10
+        assert [each["reward"] for each in await demo.of("/evaluations")] == [0.25, 0.75]
+        assert (await demo.of("/log", file="attempt_0/actor-0.1.log"))["lines"] == ['"a line of a log"']
+
+
+async def test_several_runs_of_one_name_stand_side_by_side(tmp_path: Path) -> None:
+    async with page(a_run(tmp_path / "a"), a_run(tmp_path / "b"), tmp_path / "a" / "demo") as demo:
+        assert [run["id"] for run in (await demo.ask("/api/runs"))[1]] == ["demo", "demo~2"]
+
+
+async def test_a_run_without_metrics_yet_is_shown_and_what_comes_follows(tmp_path: Path) -> None:
+    with RunDir.create(tmp_path, "demo", {"num_steps": 5}) as run:
+        async with page(run.path) as demo:
+            told = await demo.of("")
+            assert (told["state"], told["num_done"], told["explanation"]) == ("starting", 0, None)
+            assert (await demo.of("/names"))["names"] == []
+            assert (await demo.of("/samples"))["rows"] == []
+            assert (await demo.of("/health"))["groups"] == []
+            lines(run.path / "metrics.jsonl", [of_step(0)])
+            lines(run.path / "samples" / "step_000000.jsonl", [sample(7)])
+            assert (await demo.of(""))["num_done"] == 1
+            assert [row["line"]["group"] for row in (await demo.of("/samples"))["rows"]] == [7]
+
+
+async def test_a_torn_last_line_waits_for_its_end(tmp_path: Path) -> None:
+    run = a_run(tmp_path, steps=2)
+    whole = json.dumps(of_step(2)) + "\n"
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(whole[:40])
+        file.flush()
+        async with page(run) as demo:
+            assert (await demo.of("/series", names="loss"))["series"]["loss"]["x"] == [0, 1]
+            file.write(whole[40:])
+            file.flush()
+            assert (await demo.of("/series", names="loss"))["series"]["loss"]["x"] == [0, 1, 2]
+
+
+async def test_a_file_that_was_begun_anew_is_read_anew(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    async with page(run) as demo:
+        await demo.of("/series", names="loss")
+        assert (await demo.of("/samples"))["total"] == 58
+        (run / "metrics.jsonl").write_text(json.dumps(of_step(0, loss=5.0)) + "\n")
+        assert (await demo.of("/series", names="loss"))["series"]["loss"]["mean"] == [5.0]
+        (run / "samples" / "end.0.jsonl").unlink()
+        lines(run / "samples" / "end.0.jsonl", [sample(1)])
+        assert (await demo.of("/samples"))["total"] == 55
+
+
+async def test_samples_are_found_by_words_rewards_and_steps(tmp_path: Path) -> None:
+    async with page(a_run(tmp_path)) as demo:
+        found = await demo.of("/samples", first=3, last=3, limit=2)
+        assert [(row["step"], row["line"]["group"]) for row in found["rows"]] == [(3, 15), (3, 15)]
+        rest = await demo.of("/samples", first=3, last=3, before=found["next"])
+        assert [row["line"]["group"] for row in rest["rows"]] == [14, 13, 12] and rest["next"] is None
+        assert {row["line"]["reward"] for row in (await demo.of("/samples", least=0.6))["rows"]} == {1.0}
+        assert len((await demo.of("/samples", failed="true", limit=200))["rows"]) == 10
+        assert [row["line"]["group"] for row in (await demo.of("/samples", search="WHAT IS 21 +"))["rows"]] == [21]
+        assert (await demo.of("/samples", kind="end"))["matching"] == 4
+        assert found["kinds"] == ["end", "start", "trained"]
+
+
+async def test_a_sample_comes_with_its_group_and_the_same_prompt_of_other_evaluations(tmp_path: Path) -> None:
+    async with page(a_run(tmp_path)) as demo:
+        row = (await demo.of("/samples", kind="end", limit=1))["rows"][0]["row"]
+        told = await demo.of("/group", row=row)
+        assert [each["line"]["sample"] for each in told["group"]] == [0, 1]
+        assert [each["kind"] for each in told["elsewhere"]] == ["start", "start"]
+        assert told["sample"]["row"] == row
+
+
+async def test_a_hostile_sample_is_cut_in_the_list_and_whole_beside_it(tmp_path: Path) -> None:
+    async with page(a_run(tmp_path, steps=1)) as demo:
+        (row,) = (await demo.of("/samples", failed="true"))["rows"]
+        assert row["line"]["response"].startswith(HOSTILE[:2000]) and len(row["line"]["response"]) < 2100
+        assert (await demo.of("/group", row=row["row"]))["sample"]["line"]["response"] == HOSTILE
+
+
+@pytest.mark.parametrize(
+    ("path", "query", "words"),
+    [
+        ("/series", {"names": "loss", "points": "0"}, "points must be greater than or equal to 1, got 0"),
+        ("/series", {"names": "loss", "points": "many"}, "points must be a valid integer, got 'many'"),
+        ("/series", {}, "names must be set, got nothing"),
+        ("/samples", {"least": "nan"}, "least must be a valid number, got 'nan'"),
+        ("/samples", {"limit": "201"}, "limit must be less than or equal to 200, got 201"),
+        ("/samples", {"size": "3"}, "size must be a field of Find, got an unknown name"),
+        ("/group", {"row": "900"}, "a sample must be one of 0 to 12, got 900"),
+        ("/log", {"file": "../metrics.jsonl"}, "file must be a log of this run, got '../metrics.jsonl'"),
+        ("/log", {"file": "../../../../etc/passwd"}, "file must be a log of this run"),
+    ],
+)
+async def test_a_bad_query_is_answered_with_400_and_words(tmp_path: Path, path: str, query: Any, words: str) -> None:
+    async with page(a_run(tmp_path, steps=1)) as demo:
+        await demo.of("/samples")
+        status, told = await demo.ask(f"/api/runs/demo{path}", **query)
+        assert (status, told["error"]["type"]) == (400, "ConfigError") and told["error"]["message"].startswith(words)
+
+
+async def test_on_loopback_reading_is_open_and_what_was_said_needs_the_token(tmp_path: Path) -> None:
+    async with page(a_run(tmp_path, steps=1)) as demo:
+        for path in ("/api/runs", "/api/runs/demo/health", "/", "/assets/app.js"):
+            assert (await demo.ask(path, token=None))[0] == 200
+        for path in ("samples", "group?row=0", "log?file=x"):
+            assert (await demo.ask(f"/api/runs/demo/{path}", token=None))[0] == 401
+
+
+async def test_on_another_address_everything_but_the_page_needs_the_token_file(tmp_path: Path) -> None:
+    async with page(a_run(tmp_path, steps=1), host="0.0.0.0", given=("f" * 32,)) as demo:
+        assert (await demo.ask("/", token=None))[0] == 200
+        assert (await demo.ask("/api/runs", token=None))[0] == 401
+        assert (await demo.ask("/api/runs/demo/samples", token="f" * 32))[0] == 200
+
+
+async def test_the_page_is_whole_and_asks_nobody_else(tmp_path: Path) -> None:
+    async with page(a_run(tmp_path, steps=1)) as demo:
+        policy = (await demo.headers("/"))["Content-Security-Policy"]
+        assert "default-src 'none'; script-src 'self'; style-src 'self'" in policy and "unsafe" not in policy
+        for path in sorted(ASSETS.iterdir()):
+            status, _ = await demo.ask(f"/assets/{path.name}")
+            assert status == (200 if path.suffix in (".js", ".css", ".html", ".svg") else 404), path
+        for path in ("/assets/..%2Fserver.py", "/assets/nothing.js", "/api/runs/other"):
+            assert (await demo.ask(path))[0] == 404
+    ours = [path.read_text() for path in ASSETS.iterdir() if "uPlot" not in path.name]
+    assert not any(word in text for text in ours for word in ("innerHTML", "https:", "eval(", "insertAdjacentHTML"))
+
+
+def test_what_may_not_be_listened_at_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["view", str(a_run(tmp_path, steps=1)), "--host", "0.0.0.0"]) == 2
+    assert "--token-file must be given when --host is not loopback, got '0.0.0.0'" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="RUN must be a run directory"):
+        Dashboard([tmp_path / "nothing"], host="127.0.0.1", token=TOKEN)
+
+
+def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "rondo.launch.cli", "view", str(a_run(tmp_path, steps=1)), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        told = re.fullmatch(r"runs demo: (http://127.0.0.1:\d+/)#token=(\w{64})\n", process.stdout.readline())
+        assert told is not None
+        request = urllib.request.Request(
+            told[1] + "api/runs/demo/samples", headers={"Authorization": f"Bearer {told[2]}"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            assert json.load(answer)["total"] == 13
+        os.kill(process.pid, signal.SIGTERM)
+        assert process.wait(60) == 0
