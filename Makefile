@@ -11,9 +11,10 @@ TORCH_INDEX ?=
 SGLANG_VENV ?= .venv-sglang
 SGLANG_ROUTER_VENV ?= .venv-sglang-router
 SCHEMATHESIS_VENV ?= .venv-schemathesis
+BROWSER_VENV ?= .venv-browser
 READY := $(VENV)/.ready
 
-.PHONY: demo smollm2 test fuzz test-long test-avx2 test-pythons test-sglang gpu sglang sglang-router lint types clean
+.PHONY: demo smollm2 test fuzz test-long test-avx2 test-pythons test-sglang test-browser gpu sglang sglang-router lint types clean
 
 # Without a GPU, SGLang needs the tests' stand-in for its kernels.
 SGLANG_SHIM = $(if $(wildcard /dev/nvidia0),,--set 'rollout.sglang.environment={"PYTHONPATH": "$(CURDIR)/tests/sglang/shim"}')
@@ -63,6 +64,15 @@ test-sglang: $(READY)  ## against a real SGLang server, without a GPU
 	SGLANG_VENV=$(abspath $(SGLANG_VENV)) SGLANG_ROUTER_VENV=$(abspath $(SGLANG_ROUTER_VENV)) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/sglang $(OPTIONS)
 
+# The page of `rondo view`, where there is a Chromium, such as Debian's `chromium`; BROWSER_PICTURES=FOLDER keeps what it looked like.
+test-browser: $(READY) $(BROWSER_VENV)/.ready  ## half a minute
+	BROWSER_PYTHON=$(abspath $(BROWSER_VENV))/bin/python $(BIN)/python -m pytest tests/browser $(OPTIONS)
+
+$(BROWSER_VENV)/.ready:
+	$(PYTHON) -m venv $(BROWSER_VENV)
+	$(BROWSER_VENV)/bin/pip install --quiet playwright==1.65.2
+	touch $@
+
 # Whatever strangers send: schemathesis against what our servers say of themselves, and every fuzzer with all of its examples.
 fuzz: export RONDO_TEST_LONG = 1
 fuzz: export PYTEST_TIMEOUT = 3600
@@ -111,4 +121,4 @@ $(READY): setup.cfg constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .models .venv-sglang .venv-sglang-router .venv-schemathesis build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .models .venv-sglang .venv-sglang-router .venv-schemathesis .venv-browser build *.egg-info .pytest_cache .mypy_cache .ruff_cache

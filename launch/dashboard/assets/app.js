@@ -32,8 +32,9 @@ const state = {
   },
   get one() { return this.shown.find((run) => run.id === this.get("run")) ?? this.shown[0]; },
   get: (name) => address()[1].get(name),
-  set(changes, again = true) {
+  set(changes, again = true, of = null) {
     const [path, query] = address();
+    if (of && of !== path) return;
     for (const [name, value] of Object.entries(changes)) value === null || value === "" ? query.delete(name) : query.set(name, value);
     const text = query.toString();
     history.replaceState(null, "", `#/${path}${text ? `?${text}` : ""}`);
@@ -47,6 +48,7 @@ function chrome() {
     const query = new URLSearchParams([["runs", state.get("runs")]].filter(([, value]) => value)).toString();
     return el("a", { href: `#/${id}${query ? `?${query}` : ""}`, "aria-current": id === view ? "page" : null, title: `key ${number + 1}` }, name);
   }));
+  at("views").querySelector("[aria-current]")?.scrollIntoView({ inline: "nearest", block: "nearest" });
   const shown = new Set(state.shown.map((run) => run.id));
   at("runs").replaceChildren(...runs.map((run) => el("button", {
     type: "button", class: `run c${run.colour}`, "aria-pressed": String(shown.has(run.id)), title: `${run.path}: ${run.words}`,

@@ -35,7 +35,7 @@ export async function samples(place, state) {
   add(found);
 
   async function open(row) {
-    state.set({ row }, false);
+    state.set({ row }, false, "samples");
     for (const each of list.children) each.setAttribute("aria-current", String(Number(each.dataset.row) === row));
     const told = await of(run.id, "/group", { row });
     whole.replaceChildren(detail(told, open));

@@ -85,7 +85,7 @@ def a_run(parent: Path, name: str = "demo", *, steps: int = 10, settings: Any = 
             run / "samples" / f"{label}.0.jsonl",
             [answer(number, 0.5, each) for number in range(2) for each in range(2)],
         )
-    roles = {"actor": RoleUse(1, 0.5, {}), "rollout": RoleUse(1, 1.0, {"actor": 0.5})}
+    roles = {"actor": RoleUse(1, 0.5, {}), "rollout": RoleUse(1, 0.8, {"actor": 0.7})}
     parts = {"train": 0.5, "wait for rollout": 1.0, "other": 0.0}
     lines(
         run / "timeline" / "steps.jsonl",

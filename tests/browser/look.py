@@ -1,0 +1,76 @@
+"""Looks at the page as people do: a browser, in an environment of its own, opens every view and tells what it saw as JSON.
+
+python look.py BROWSER ADDRESS FOLDER       pictures of every view go to FOLDER, light, dark and as wide as a phone
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from playwright.sync_api import Page, sync_playwright
+
+VIEWS = ("overview", "curves", "samples", "samples?failed=1", "evaluation", "health", "bus")
+LOOKS = {"light": (1440, 900, "light"), "dark": (1440, 900, "dark"), "phone": (390, 844, "light")}
+SEEN = """() => {
+  const main = document.querySelector("main"), text = main.innerText.trim();
+  const wide = [...document.querySelectorAll("body *")].filter((each) => each.getBoundingClientRect().right > innerWidth + 1
+    && !each.closest(".wide, pre, nav, .events, .uplot, .entry, .skip")).map((each) => `${each.tagName}.${each.className}`);
+  const charts = [...document.querySelectorAll(".chart, .spark")];
+  return { text, title: document.title, wide: wide.slice(0, 5), scripts: main.querySelectorAll("script, img, iframe").length,
+    overflow: document.documentElement.scrollWidth - innerWidth, trouble: document.querySelector("#trouble").innerText,
+    charts: charts.length, blank: charts.filter((each) => !each.innerText.trim() || each.offsetWidth < 100).length };
+}"""
+
+
+def see(page: Page, address: str, view: str) -> dict[str, Any]:
+    page.goto(f"{address}#/{view}")
+    page.wait_for_function(
+        "view => document.querySelector('nav [aria-current]')?.getAttribute('href').startsWith('#/' + view) "
+        "&& document.querySelector('main > .' + view) && document.querySelector('main').innerText.trim()",
+        arg=view.partition("?")[0],
+        timeout=60_000,
+    )
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('.chart, .spark')].every(e => e.innerText.trim())", timeout=60_000
+    )
+    page.wait_for_timeout(300)
+    return dict(page.evaluate(SEEN))
+
+
+def main(browser_path: str, address: str, folder: str) -> None:
+    root = address.partition("#")[0]
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    told: dict[str, Any] = {"console": [], "elsewhere": [], "views": {}}
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        for look, (width, height, scheme) in LOOKS.items():
+            context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
+            page = context.new_page()
+            page.on("console", lambda message: told["console"].append(f"{message.type}: {message.text}"))
+            page.on("pageerror", lambda error: told["console"].append(str(error)))
+            page.on("request", lambda request: request.url.startswith(root) or told["elsewhere"].append(request.url))
+            page.goto(address)
+            for view in VIEWS:
+                told["views"][f"{look} {view}"] = see(page, root, view)
+                page.screenshot(path=f"{folder}/{look}-{view.replace('?', '-')}.png")
+            if look == "light":
+                told["keys"] = keys(page)
+        browser.close()
+    print(json.dumps(told))
+
+
+def keys(page: Page) -> list[str]:
+    """The views that keys lead to."""
+    found = []
+    for key in "123456":
+        page.keyboard.press(key)
+        page.wait_for_timeout(50)
+        found.append(page.evaluate("location.hash.slice(2).split('?')[0]"))
+    return found
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,125 @@
+"""The page in a real browser: every view of a live run beside a finished one. Needs BROWSER_PYTHON, a Python that has playwright,
+which `make test-browser` brings, and a Chromium."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rondo.launch.dashboard.server import Dashboard
+from rondo.launch.rundir import RunDir
+from rondo.runtime.actors.broadcast import Broadcast
+from rondo.runtime.admin.endpoint import AdminServer
+from rondo.runtime.admin.server import bind
+from rondo.runtime.config import AdminConfig
+from tests.launch.dashboard.runs import HOSTILE, SETTINGS, a_run, evaluated, lines, of_step, sample
+
+PYTHON = os.environ.get("BROWSER_PYTHON", "")
+BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or ""
+LOOK = Path(__file__).with_name("look.py")
+pytestmark = pytest.mark.skipif(
+    not (PYTHON and BROWSER), reason="BROWSER_PYTHON names no Python, or there is no chromium"
+)
+
+
+class Live:
+    """What a run's endpoint says while it goes on."""
+
+    def health(self) -> dict[str, Any]:
+        return {"ready": True, "healthy": True, "step": 30, "version": 31}
+
+    def roles(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": "actor-0",
+                "role": "actor",
+                "state": "ready",
+                "rss_bytes": 1 << 28,
+                "restarts": 1,
+                "section": "train",
+            }
+        ]
+
+    def waits(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": "call next_rounds",
+                "waiter": "actor-0.0",
+                "peer": "coordinator",
+                "deadline_s": 600.0,
+                "seconds": 1.5,
+            }
+        ]
+
+    def bus(self) -> dict[str, Any]:
+        rings = {"rollout-0": {"used": 1 << 20, "size": 64 << 20}}
+        return {"groups": {"leased": 4, "ready": 2}, "rings": rings, "version": 31, "refused_rows": 0}
+
+    def weights(self) -> dict[str, Any]:
+        return {"committed": 31, "proved": {"rollout-0/rollout.0": 30}}
+
+    def samples(self) -> list[Any]:
+        return []
+
+    metrics = dict
+
+    def subscribe(self) -> AsyncIterator[dict[str, Any]]:
+        return Broadcast().subscribe()
+
+    def stop(self, reason: str, *, quick: bool) -> None: ...
+
+
+async def test_every_view_of_a_live_and_a_finished_run_in_a_browser(tmp_path: Path) -> None:
+    finished = a_run(tmp_path, "finished", steps=30)
+    token, admin = "t" * 64, AdminServer(AdminConfig(), Live(), token="t" * 64)
+    await admin.start()
+    (tmp_path / "token").write_text(token)
+    with RunDir.create(tmp_path, "live", SETTINGS | {"num_steps": 3000}) as run:
+        run.write_supervisor(
+            rt_dir=tmp_path, admin_host="127.0.0.1", admin_port=admin.port, token_path=tmp_path / "token"
+        )
+        lines(run.path / "metrics.jsonl", [evaluated(0, 0.1), *map(of_step, range(2500))])
+        lines(
+            run.path / "samples" / "step_000000.jsonl",
+            [sample(0), sample(1, None, HOSTILE, error=HOSTILE, prompt=HOSTILE)],
+        )
+        shutil.copy(finished / "events.jsonl", run.path)
+        shutil.copytree(finished / "timeline", run.path / "timeline")
+        shutil.copytree(finished / "logs", run.path / "logs", dirs_exist_ok=True)
+        dashboard = Dashboard([run.path, finished], host="127.0.0.1", token=token)
+        await dashboard.http.start(bind("127.0.0.1", 0, "--port"))
+        pictures = Path(os.environ.get("BROWSER_PICTURES", str(tmp_path / "pictures")))
+        try:
+            arguments = (BROWSER, f"{dashboard.http.url}/#token={token}", str(pictures))
+            looking = await asyncio.create_subprocess_exec(
+                PYTHON, str(LOOK), *arguments, stdout=asyncio.subprocess.PIPE
+            )
+            out, _ = await looking.communicate()
+        finally:
+            await dashboard.close()
+            await admin.close()
+    assert looking.returncode == 0
+    told = json.loads(out)
+    assert (told["console"], told["elsewhere"]) == ([], [])
+    assert told["keys"] == ["overview", "curves", "samples", "evaluation", "health", "bus"]
+    for view, seen in told["views"].items():
+        assert (seen["wide"], seen["overflow"] <= 0, seen["scripts"], seen["blank"], seen["trouble"]) == (
+            [],
+            True,
+            0,
+            0,
+            "",
+        ), view
+        assert len(seen["text"]) > 100 and "owned" not in seen["title"], view
+    light = {view: told["views"][f"light {view}"]["text"] for view in ("overview", "health", "bus", "samples?failed=1")}
+    assert "The run goes on." in light["overview"] and "The run is done" in light["overview"]
+    assert "actor and rollout take turns: each waits for the other." in light["overview"]
+    assert "call next_rounds" in light["health"] and "1 MiB" in light["bus"]
+    assert HOSTILE[:60] in light["samples?failed=1"] and "\\u202e" in light["samples?failed=1"]
