@@ -24,6 +24,8 @@ from transformers import AutoModelForSequenceClassification
 from rondo.models.names import HEAD, SCORE, own_slices
 from rondo.runtime.errors import ConfigError
 
+ENDS = "scores_end_of_sequence"
+"""Of a folder's config.json: an answer is scored at the end of sequence, and not at the end of what a chat template writes."""
 _NAME = "value"
 _STD, _SEED = 0.02, 0x5EED
 
@@ -79,6 +81,7 @@ def config_of_scores(config: Any, tokenizer: Any) -> Any:
     """The config of a folder with this tokenizer, in which transformers finds one label, and where an answer ends."""
     config = copy.deepcopy(config)
     config.num_labels = 1
+    setattr(config, ENDS, True)
     if type(config) in (known := AutoModelForSequenceClassification._model_mapping):  # a critic may be of any family
         config.architectures = [known[type(config)].__name__]
     # It scores the last token that is no padding: an end of sequence that pads, too, would not be seen.

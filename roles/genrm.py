@@ -1,8 +1,8 @@
 """genrm: the judge's own process: it serves a model whose weights never change, for rewards to ask.
 
-Owns which engine that is, and how long it is there. Does not own what it is asked, or what becomes of the answers
-(`rewards/genrm.py`): whoever asks finds its address in a record of the run directory, and speaks HTTP with it, as with a judge
-that somebody else runs.
+Owns which engine that is, and how long it is there. Does not own how a reward model scores (`reward_model.py`), what a judge is
+asked, or what becomes of the answers (`rewards/genrm.py`): whoever asks finds its address in a record of the run directory, and
+speaks HTTP with it, as with a judge that somebody else runs.
 
     load -> listen, record genrm/GROUP.json -> answer ... until the run is over or this replica leaves: what is in flight
 
@@ -28,6 +28,7 @@ from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.engines.sglang.server import Launch, SGLangServer, answers, first_of
 from rondo.roles.forward import REPORT_S
 from rondo.roles.job import Job, open_job
+from rondo.roles.reward_model import scoring
 from rondo.roles.rewards.genrm import FOLDER
 from rondo.roles.serve.app import DRAIN_S
 from rondo.roles.serve.endpoint import announced, endpoint
@@ -52,7 +53,7 @@ class GenrmRole:
         config = job.config.genrm
         assert config is not None and config.model is not None
         serving = self._own_engine if config.sglang is None else self._server
-        async with serving(job, config) as watching:
+        async with scoring(ctx, job) if config.answers == "score" else serving(job, config) as watching:
             await ctx.ready()
             reader = f"{self.role}.{ctx.rank}"
             over = job.bus.call("weights", reader, _NEVER, deadline_s=POLL_S)

@@ -65,6 +65,8 @@ class Job:
     """Teacher -> where its model's files are."""
     genrm_path: str = ""
     """Where the files of the judge's model are, of one that the run serves."""
+    judges_alone: bool = False
+    """Whether the processes of this role group judge, and do nothing else."""
 
 
 _opened: WeakKeyDictionary[SegmentClient, asyncio.Task[Job]] = WeakKeyDictionary()  # one client a process
@@ -99,6 +101,7 @@ async def _open(ctx: WorkerContext) -> Job:
         config, bus, model_path, device, Turns(order), lent,
         publishes=others_read or not lends or config.adapts_engines, has_actor_fwd=has_actor_fwd, takes_turns=takes_turns,
         rests=rests, teacher_paths=_teacher_paths(ctx.run_dir, config), genrm_path=_genrm_path(ctx.run_dir, config),
+        judges_alone=roles.get(ctx.role_group) == {"genrm"},
     )  # fmt: skip
 
 

@@ -81,6 +81,12 @@ RUN_HERE = {
         "groups=[{'name': 'rollout', 'roles': ['rollout']}, "
         "{'name': 'actor', 'roles': ['actor', 'advantages', 'teacher', 'actor_fwd']}]",
     ),
+    "rondo train examples/scored.py": (
+        *_SHORT,
+        "genrm.model.build_args={'steps': 2, 'base_steps': 6}",
+        "groups=[{'name': 'rollout', 'roles': ['rollout']}, "
+        "{'name': 'actor', 'roles': ['actor', 'advantages', 'reference', 'actor_fwd', 'genrm']}]",
+    ),
     "rondo train examples/omni_digits.py": _SHORT,
     "rondo train examples/moe_r3.py": _SHORT,
     "rondo train examples/ppo.py": (

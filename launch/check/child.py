@@ -36,6 +36,7 @@ QUESTION = "question.json"
 ANSWER = "answer.json"
 
 if TYPE_CHECKING:
+    from rondo.launch.check.trace import Tracer
     from rondo.models.families.family import Family
 
 _PLENTY, _FLOAT = 10, 4
@@ -231,10 +232,12 @@ def look_at_memory(config: RunConfig, report: Report) -> None:
     teachers = {teaching(name): (name, teacher.model or config.model) for name, teacher in named.items()}
     for group in config.groups:
         for name in traces(config, group):
-            if name in report.facts.traced or name == JUDGE:  # of a judge that is not there an error says why
+            if name in report.facts.traced or (name == JUDGE and report.facts.genrm_path is None):  # an error says why
                 continue
             num_ranks, tracer = 1 if name == PREFILL else group.processes, policy
             try:
+                if name == JUDGE:
+                    tracer, num_ranks = scorer(config, report), num_ranks if group.roles == (JUDGE,) else 1
                 if name in teachers:
                     teacher, model = teachers[name]
                     if teacher not in report.facts.teacher_paths:  # an error says why
@@ -247,6 +250,22 @@ def look_at_memory(config: RunConfig, report: Report) -> None:
                 report.add(
                     "note", f"the memory of {group.name} is not judged: {name} cannot be traced ({in_one_line(error)})"
                 )
+
+
+def scorer(config: RunConfig, report: Report) -> Tracer:
+    """Of the judge, which is a reward model."""
+    from rondo.launch.check.trace import Tracer
+
+    judge = config.genrm
+    assert judge is not None and judge.model is not None and report.facts.genrm_path is not None
+    own = {
+        "mesh": MeshConfig(),
+        "dtype": judge.model.dtype,
+        "micro_batch_tokens": judge.max_prompt_tokens,
+        "lora": None,
+    }
+    changed = {"model": judge.model, "train": config.train.model_copy(update=own)}
+    return Tracer(config.model_copy(update=changed), report.facts.genrm_path, values=True)
 
 
 def plenty(config: RunConfig, facts: Facts) -> bool:

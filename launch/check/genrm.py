@@ -37,25 +37,29 @@ def look_at_judge(config: RunConfig, folder: Path, report: Report) -> None:
 
     judge = config.genrm
     assert judge is not None and judge.model is not None
-    path = prepare(judge.model, folder)
-    model = empty_model(path)
-    load_tokenizer(path, needs_chat_template=True)
+    path, scores = prepare(judge.model, folder), judge.answers == "score"
+    if scores:
+        from rondo.roles.reward_model import check_reward_model
+    model = check_reward_model(path) if scores else empty_model(path)
+    load_tokenizer(path, needs_chat_template=not scores or config.data.apply_chat_template)
     if judge.sglang is not None:
         from rondo.roles.engines.sglang.model_folder import check_served
 
         check_served(path)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if most is not None and (longest := judge.max_prompt_tokens + judge.max_new_tokens) > most:
+    answer = 0 if scores else judge.max_new_tokens
+    if most is not None and (longest := judge.max_prompt_tokens + answer) > most:
+        names = "genrm.max_prompt_tokens" if scores else "genrm.max_prompt_tokens + genrm.max_new_tokens"
         raise ConfigError(
-            f"genrm.max_prompt_tokens + genrm.max_new_tokens must be at most the positions of the judge, {most}, got "
-            f"{judge.max_prompt_tokens} + {judge.max_new_tokens} = {longest}. Lower one of them"
+            f"{names} must be at most the positions of the judge, {most}, got {judge.max_prompt_tokens} + {answer} = {longest}. "
+            "Lower one of them"
         )
     parameters = sum(torch.Size(shape).numel() for shape in disk_shapes(model).values())
     report.facts.genrm_path, report.facts.genrm_parameters = path, parameters
-    report.facts.traced[JUDGE] = judging(config, shape_of(model))
-    report.add(
-        "ok", f"the judge has {parameters:,} parameters, and answers questions of {judge.max_prompt_tokens:,} tokens"
-    )
+    if not scores:
+        report.facts.traced[JUDGE] = judging(config, shape_of(model))
+    takes = "scores responses, with their prompts," if scores else "answers questions"
+    report.add("ok", f"the judge has {parameters:,} parameters, and {takes} of {judge.max_prompt_tokens:,} tokens")
 
 
 def try_judge(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
@@ -64,6 +68,9 @@ def try_judge(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
 
     judge, reward = config.genrm, config.reward
     assert judge is not None
+    if judge.answers == "score":
+        _try_scores(config, judge, report, rows)
+        return
     tried = judge.model_copy(update={"retries": 0, "deadline_s": min(_ANSWER_S, judge.deadline_s)})
     number = 1 if judge.per == "response" else 2
     tokenizer = None if report.facts.genrm_path is None else load_tokenizer(report.facts.genrm_path)
@@ -83,6 +90,23 @@ def try_judge(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
                     await _answer(asked, judge, question.value, report)
 
     asyncio.run(ask())
+
+
+def _try_scores(config: RunConfig, judge: GenrmConfig, report: Report, rows: Sequence[Row]) -> None:
+    """A reward model's tokens of empty answers, and a policy's token taken for one of its own."""
+    from rondo.roles.reward_model import Encoder
+
+    if report.facts.genrm_path is None:  # an error says why
+        return
+    encoder = Encoder(config, report.facts.genrm_path)
+    for row in rows:
+        tokens = len(encoder.tokens(row.prompt, "", limits=False))
+        if judge.too_long == "fail" and tokens + config.rollout.max_new_tokens > judge.max_prompt_tokens:
+            raise ConfigError(
+                f"genrm.max_prompt_tokens must hold {row.name} with the longest response, {tokens} + "
+                f"{config.rollout.max_new_tokens}, got {judge.max_prompt_tokens}. Raise it, lower rollout.max_new_tokens, or set "
+                "genrm.too_long to 'cut'"
+            )
 
 
 async def _answer(asked: Genrm, judge: GenrmConfig, question: Any, report: Report) -> None:

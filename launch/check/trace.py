@@ -16,10 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from rondo.launch.check.depths import FORWARD, HEAD, OUTPUT, STEP, Depths, Point, Told, layers_of, text_layers
-from rondo.launch.check.estimate import PREFILL, WIDTHS, WORKSPACE, Traced
+from rondo.launch.check.estimate import JUDGE, PREFILL, WIDTHS, WORKSPACE, Traced
 from rondo.launch.check.ledger import (
     COPIES,
     GRADIENTS,
@@ -34,7 +35,7 @@ from rondo.launch.check.workspace import WORKSPACE_OF, Heads
 from rondo.models import parallel
 from rondo.models.attention import candidates
 from rondo.models.load import load_config, without_memory
-from rondo.models.logprobs import response_log_probs
+from rondo.models.logprobs import response_log_probs, response_values
 from rondo.models.lora import adapt
 from rondo.models.mesh import Mesh
 from rondo.models.packing import Packing
@@ -63,7 +64,7 @@ class Tracer:
     """Of one job, with the model at `path`."""
 
     def __init__(self, config: JobConfig, path: str, *, values: bool = False) -> None:
-        """values: what it trains has a value head, and learns values."""
+        """values: it has a value head, and what it trains learns values."""
         self._path, self._values = path, values
         plain = config.train.model_copy(update={"compile": False})  # what a compiler fuses would be less
         self._config, self._model_config = config.model_copy(update={"train": plain}), load_config(path)
@@ -74,14 +75,17 @@ class Tracer:
             Packing.of(self._tried)
 
     def of(self, name: str, num_ranks: int = 1, *, on_device: bool = False) -> Traced:
-        """Of one of `num_ranks` processes that train ("actor", "critic") or score ("reference", "actor_fwd"), or of an engine
-        that takes prompts in (PREFILL). on_device: they compute on accelerators, of which is told what a token more would take,
-        too; else gloo carries what they send."""
+        """Of one of `num_ranks` processes that train ("actor", "critic") or score ("reference", "actor_fwd", as JUDGE a reward
+        model the longest answers), or of an engine that takes prompts in (PREFILL). on_device: they compute on accelerators, of
+        which is told what a token more would take, too; else gloo carries what they send."""
         self._on_device = on_device
         if name == "actor":
             return self._training(num_ranks)
         if name == "critic":
             return self._of_critic().of("actor", num_ranks, on_device=on_device)
+        if name == JUDGE:
+            longest = Packable(np.zeros(self._config.train.micro_batch_tokens, np.int32), 1)
+            return self._scoring(num_ranks, self._config.train.dtype, [longest])
         if name != PREFILL:
             rows = [Packable(row.tokens, len(row.mask), row.media) for row in self._rows.micro_batch()]
             return self._scoring(num_ranks, self._config.train.dtype, rows)
@@ -185,14 +189,17 @@ class Tracer:
         model = self._cut(point, mesh, dtype)
         with self._ledger() as ledger, torch.no_grad():
             _fill(model)
-            packed = Packing.alike(model, self._tried).pack(rows)
+            packed = Packing.alike(model, self._tried).pack(rows, behind=self._values)
             parallel.compute_in(model, dtype)
             ledger.name(PARAMETERS, [*model.parameters(), *model.buffers()])
             _mark(model, ledger)
             ledger.peaks.clear()
             ledger.section = FORWARD
             train, temperature = self._config.train, self._config.rollout.temperature
-            response_log_probs(model, packed, temperature=temperature, chunk_tokens=train.log_prob_chunk_tokens)
+            if self._values:
+                response_values(model, packed)
+            else:
+                response_log_probs(model, packed, temperature=temperature, chunk_tokens=train.log_prob_chunk_tokens)
         return Told({section: peak.parts for section, peak in ledger.peaks.items()}, {})
 
     def _cut(self, point: Point, mesh: Mesh, dtype: str) -> Any:

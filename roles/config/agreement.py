@@ -51,6 +51,8 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
         yield f"genrm.components must have other names than reward.components, got {both[0]!r} in both. Rename one"
     if job.genrm is not None and job.genrm.per == "pair" and rollout.samples_per_prompt < 2:
         yield "rollout.samples_per_prompt must be at least 2 with genrm.per 'pair', got 1. Raise it"
+    if job.genrm is not None and job.genrm.answers == "score" and job.media is not None:
+        yield "genrm.answers must be 'text' with media, which reward models here do not see, got 'score'. Change it"
     if job.genrm is not None and not job.learns_from_rewards:
         yield "genrm must be left out where distillation.task_coef is 0, since rewards weigh nothing there, got it. Remove it"
     served = job.distillation is not None and any(each.urls for each in job.distillation.named().values())

@@ -1,10 +1,12 @@
-"""Settings of the judge (a generative reward model): who it is, what it is asked, and how its text becomes a reward.
+"""Settings of the judge (a generative reward model, or one that answers with a number): who it is, what it is asked, and how its
+text becomes a reward.
 
 Owns which of these contradict each other. Does not own the role that serves it (`roles/genrm.py`), who asks it
 (`roles/rewards/genrm.py`), or how texts are made and read (`roles/rewards/verdicts.py`). Imports no torch.
 
     GenrmConfig(model=ModelConfig(path="Qwen/Qwen3-8B"), prompt="Is {response} right for {prompt}? Answer yes or no.")
     GenrmConfig(urls=("http://10.0.0.7:8000",), template=as_messages, tag="score", bounds=(0, 10), weight=0.1)
+    GenrmConfig(model=ModelConfig(path="runs/reward_model/checkpoints/step_000120/hf"), answers="score")
 """
 
 from __future__ import annotations
@@ -27,6 +29,11 @@ SCORE = "genrm"
 """The judge's score among the details of a reward, and the component of a judge that has no others."""
 _OF_A_SERVER = {"python", "tensor_parallel", "arguments", "environment", "start_deadline_s", "silent_deadline_s"}
 """Of `rollout.sglang`, what a server has whose weights never change."""
+_OF_SCORES = {
+    "model", "answers", "chat_template_args", "weight", "max_prompt_tokens", "too_long", "num_calls", "call_deadline_s",
+    "deadline_s",
+}  # fmt: skip
+"""What a reward model goes by, which is asked nothing and says nothing."""
 
 
 class GenrmConfig(Section):
@@ -35,6 +42,8 @@ class GenrmConfig(Section):
     place = "genrm"
     model: ModelConfig | None = None
     """Its weights never change. The role `genrm` serves it, by the embedded engine or by SGLang (`sglang`)."""
+    answers: Literal["text", "score"] = "text"
+    """'score': it is a reward model, for sequence classification with one label, which gives each response a number."""
     sglang: SGLangConfig | None = None
     """Each process of the role starts such a server of `model`; its `python` is needed."""
     urls: tuple[str, ...] = ()
@@ -73,7 +82,11 @@ class GenrmConfig(Section):
     temperature: Temperature = 0.1
     top_p: TopP = 1.0
     max_prompt_tokens: int = Field(4096, ge=1)
-    """Of the judge's own tokens: the question, with the prompt and the responses in it."""
+    """Of the judge's own tokens: the question, with the prompt and the responses in it. Of a reward model a prompt and its
+    response; as many of them go through it at once as have no more tokens together."""
+    too_long: Literal["fail", "cut"] = "fail"
+    """What becomes of a response that is longer, with its prompt, for a reward model: it has no reward, or the first tokens are
+    left out."""
     max_new_tokens: NewTokens = 4096
     """Of its answer, with what it thinks before."""
     num_slots: int = Field(32, ge=1)
@@ -101,6 +114,16 @@ class GenrmConfig(Section):
         return {"A": 1.0, "B": 0.0} if self.per == "pair" else {"yes": 1.0, "no": 0.0}
 
     def refused(self) -> Iterator[str]:
+        fields = type(self).model_fields
+        if self.answers == "score":
+            if self.model is None:
+                yield "genrm.model must be set with genrm.answers 'score', got nothing. Name a reward model"
+            for name in fields.keys() - _OF_SCORES:
+                if (value := getattr(self, name)) != fields[name].get_default(call_default_factory=True):
+                    yield f"genrm.{name} must be left out with genrm.answers 'score', got {value!r:.80}. Remove it"
+            return
+        if self.too_long != "fail":
+            yield "genrm.too_long must be left out without genrm.answers 'score', got 'cut'. Remove it"
         for names in (("model", "urls"), ("prompt", "template")):
             given = [name for name in names if getattr(self, name)]
             if len(given) != 1:

@@ -411,6 +411,12 @@ JUDGE = {"urls": ("http://judge",), "prompt": "{response}"}
         ({"per": "group", "prompt": "{responses}"}, "genrm.tag or genrm.parse must be set with genrm.per 'group'"),
         ({"per": "pair", "prompt": "{first}{second}", "choices": {"A": 2}}, "worth 0 to 1 with genrm.per 'pair'"),
         ({"per": "pair", "prompt": "{first}{second}", "tag": "n"}, "genrm.bounds must be .0, 1. with genrm.per 'pair'"),
+        ({"too_long": "cut"}, "genrm.too_long must be left out without genrm.answers 'score'"),
+        ({"answers": "score"}, "genrm.model must be set with genrm.answers 'score'"),
+        (
+            {"answers": "score", "urls": (), "model": {"path": "m"}},
+            "genrm.prompt must be left out with genrm.answers 'score', got '{response}'",
+        ),
     ],
 )
 def test_a_judge_that_contradicts_itself_is_refused(changes: dict[str, Any], words: str) -> None:

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from rondo.launch.check.child import scorer
 from rondo.launch.check.estimate import held_by
 from rondo.launch.check.findings import Report
 from rondo.launch.check.genrm import look_at_judge, try_judge
@@ -56,6 +59,32 @@ def test_a_judge_of_the_runs_own_is_counted(judge: Path, tmp_path: Path) -> None
     [sizes] = held
     assert sizes.parts["weights of the judge"] == 4 * report.facts.genrm_parameters
     assert sizes.parts["key-value cache of the judge"] % (4 * 64) == 0  # slots x tokens
+
+
+def test_a_reward_model_is_traced_with_the_longest_answers_and_takes_those_of_the_run(
+    judge: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1).save_pretrained(tmp_path / "rm")
+    AutoTokenizer.from_pretrained(judge).save_pretrained(tmp_path / "rm")
+    scores = {"prompt": None, "answers": "score", "max_new_tokens": 4096}
+    config, report = own(tmp_path, tmp_path / "rm", **scores), Report()
+    look_at_judge(config, tmp_path, report)
+    assert report.facts.traced == {} and [each.level for each in report.findings] == ["ok"]
+    found = scorer(config, report).of("genrm")
+    shard = scorer(config, report).of("genrm", 2)
+    buffers = found.parts["parameters"] - 4 * report.facts.genrm_parameters
+    assert 0 <= buffers < 64
+    assert shard.parts["parameters"] <= found.parts["parameters"] / 2 + 4 * 64
+    short = own(tmp_path, tmp_path / "rm", "genrm.max_prompt_tokens=10", **scores)
+    [text] = [text for level, text in said(short) if level == "error"]
+    assert re.search(r"must hold rows:0 with the longest response, \d \+ 8, got 10", text), text
+    assert [level for level, _ in said(short.model_copy(update={"genrm": cut(short)}))] == ["ok"]
+
+
+def cut(config: RunConfig) -> Any:
+    assert config.genrm is not None
+    return config.genrm.model_copy(update={"too_long": "cut"})
 
 
 @pytest.mark.parametrize(
