@@ -35,6 +35,7 @@ from rondo.roles.job import SLAB, open_job
 from rondo.roles.resumed import KeptSamples
 from rondo.roles.rewards.genrm import Genrm, Records
 from rondo.roles.rewards.pool import RewardPool
+from rondo.roles.sampling.agents import Agents
 from rondo.roles.sampling.environments import Environments
 from rondo.roles.sampling.evaluation import Evaluator, Part, result
 from rondo.roles.sampling.filters import keep_pool
@@ -88,9 +89,11 @@ class RolloutRole:
             contexts = context_pool(
                 config.distillation.context, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s
             )
-        self._environments = environments = None
+        environments = None
         if config.rollout.environment is not None:
-            self._environments = environments = Environments(config, load_deadline_s=ctx.load_s)
+            environments = Environments(config, load_deadline_s=ctx.load_s)
+        agents = None if config.rollout.agent is None else Agents(config, job.model_path, ctx.rt_dir)
+        self._environments = agents or environments
         self._replica = replica = self.open_replica(ctx, job)
         async with AsyncExitStack() as pools:
             # Their workers take seconds to import what they need: meanwhile this process loads the model, or servers do.
@@ -104,10 +107,12 @@ class RolloutRole:
                     stops = stops_of(job.model_path, tokenizer, config.rollout.stop, config.rollout.max_new_tokens)
                     rows, held_out = await ctx.compute(open_splits, config, Fingerprints.of_run(ctx.run_dir))
                     order = await ctx.compute(train_order, config, rows)
-                    if environments is None:
-                        workflow = await ctx.compute(open_workflow, config.rollout.workflow)
-                    else:
+                    if environments is not None:
                         workflow = environments.workflow(tokenizer)
+                    elif agents is not None:
+                        workflow = agents
+                    else:
+                        workflow = await ctx.compute(open_workflow, config.rollout.workflow)
                     newest = newest_complete(ctx.run_dir / "checkpoints")
                     kept = await asyncio.to_thread(KeptSamples.read, newest, base_columns(config))
                     await replica.open(pools)
@@ -124,6 +129,8 @@ class RolloutRole:
             async with replica.follow() as first:
                 await first.wait()
                 await pools.enter_async_context(self._endpoint())
+                if agents is not None:
+                    await pools.enter_async_context(agents.serving(replica.engine, tokenizer, stops))
                 ctx.offer(EngineCalls(replica))
                 ctx.offer(Predictor(self._evaluator, replica.engine))
                 await ctx.ready()

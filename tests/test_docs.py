@@ -101,6 +101,13 @@ RUN_HERE = {
         "max_staleness=0",
         "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
     ),
+    "rondo train examples/external_agent.py": (
+        *_SHORT,
+        "max_staleness=0",
+        "rollout.prompts_per_step=2",
+        "rollout.samples_per_prompt=2",
+        "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
+    ),
     "rondo train examples/video_digits.py": (*_SHORT, "groups.1.processes=2"),  # on policy, on two ranks
 }
 SCRIPTS = {
@@ -250,8 +257,19 @@ def test_links_and_named_files_exist(page: Path) -> None:
     assert missing == []
 
 
-SELDOM = {"dpo", "gsm8k_arithmetic", "moe_r3", "omni_digits", "pretrained_sums", "reward_model", "sft", "video_digits"}
+SELDOM = {
+    "dpo",
+    "external_agent",
+    "gsm8k_arithmetic",
+    "moe_r3",
+    "omni_digits",
+    "pretrained_sums",
+    "reward_model",
+    "sft",
+    "video_digits",
+}
 """Examples that run with RONDO_TEST_LONG=1 alone: tests/e2e/ trains on every kind of media, and replays routes;
+tests/roles/sampling/test_agents.py runs the agent of its example;
 and whichever model is built is loaded from its folder as a pretrained one is."""
 
 

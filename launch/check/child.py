@@ -148,9 +148,11 @@ def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[],
 
 def look_at_workflow(config: RunConfig) -> None:
     """It can be loaded and called."""
+    from rondo.roles.sampling.agents import check_command
     from rondo.roles.sampling.workflow import open_workflow
 
     open_workflow(config.rollout.workflow)
+    check_command(config)
 
 
 def look_at_turns(config: RunConfig, report: Report, tokenizers: Sequence[Any], rows: Sequence[Row]) -> None:
@@ -158,7 +160,7 @@ def look_at_turns(config: RunConfig, report: Report, tokenizers: Sequence[Any], 
     from rondo.roles.data.chat import Chat, rewrites
 
     rollout, single = config.rollout, type(config.rollout).model_fields["workflow"].default
-    one_turn = rollout.workflow == single and rollout.environment is None
+    one_turn = rollout.workflow == single and rollout.environment is None and rollout.agent is None
     if one_turn or not config.data.apply_chat_template or not tokenizers:
         return
     if "tools" in config.data.chat_template_args:

@@ -26,7 +26,14 @@ from rondo.roles.config.agreement import depends_on_time, media_suit_the_engine,
 from rondo.roles.config.data import NO_REWARD, DataConfig, EvalConfig, EvalSet, RewardConfig
 from rondo.roles.config.genrm import SCORE, GenrmConfig
 from rondo.roles.config.presets import full_size
-from rondo.roles.config.rollout import MIN_FIXED_SLOTS, EndpointConfig, EnvironmentConfig, RolloutConfig, SGLangConfig
+from rondo.roles.config.rollout import (
+    MIN_FIXED_SLOTS,
+    AgentConfig,
+    EndpointConfig,
+    EnvironmentConfig,
+    RolloutConfig,
+    SGLangConfig,
+)
 from rondo.roles.config.supervised import (
     DpoConfig,
     PairsConfig,
@@ -50,6 +57,7 @@ from rondo.runtime.section import Section
 __all__ = [
     "MIN_FIXED_SLOTS",
     "AfterSaveConfig",
+    "AgentConfig",
     "AlgorithmConfig",
     "BestConfig",
     "CriticConfig",
@@ -184,7 +192,8 @@ class JobConfig(Section):
                 "sft.evaluate_every must be None with job 'rl', whose `evaluation` measures the policy, got "
                 f"{self.sft.evaluate_every}. Remove it, or set job to 'sft'"
             )
-        told = self.genrm is not None or (self.rollout.environment and self.rollout.environment.factory)
+        rollout = self.rollout
+        told = self.genrm or rollout.agent or (rollout.environment and rollout.environment.factory)
         if "reward" not in self.model_fields_set and not told and self.learns_from_rewards:
             yield "reward must be set, got nothing. Set reward=RewardConfig(function=...), or genrm"
         yield from media_suit_the_engine(self)

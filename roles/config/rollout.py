@@ -163,6 +163,20 @@ class EnvironmentConfig(Section):
             yield "environment.factory or environment.tools must be set, got neither. Set one, or remove environment"
 
 
+class AgentConfig(Section):
+    """A program that makes each sample: it speaks to the policy over HTTP as to any model; what it is answered is trained."""
+
+    place = "agent"
+    command: tuple[str, ...] = Field(min_length=1)
+    """Started once a sample. Its environment says where to ask, and where its row is (docs/agents.md)."""
+    deadline_s: float = Field(600.0, gt=0)
+    """Of one process. Beyond it that is killed, with all that it started, and its sample has failed."""
+    max_processes: int = Field(64, ge=1)
+    """Those that run at once in a rollout process; further samples wait."""
+    other_sampling: bool = False
+    """Answers requests for another temperature, top_p or top_k than the run's, under the run's; else they are refused."""
+
+
 class RolloutConfig(Section):
     """What is sampled for a step, and under which limits. Lengths are in tokens."""
 
@@ -181,6 +195,8 @@ class RolloutConfig(Section):
     """`async def workflow(row, client, context)`: makes the samples of a prompt group, for training and evaluation alike."""
     environment: EnvironmentConfig | None = None
     """An environment or tools, in the place of a workflow."""
+    agent: AgentConfig | None = None
+    """A program of your own that makes the samples, in the place of a workflow."""
     max_turns: int | None = Field(None, ge=1)
     """Most turns of a sample: answers of the policy, with what is said to it between them."""
     max_rows: int = Field(1, ge=1)
@@ -241,6 +257,17 @@ class RolloutConfig(Section):
                 "rollout.max_turns must be set with rollout.environment, or rollout.max_episode_s, so that samples end, got "
                 "neither. Set the most turns of a sample"
             )
+        if self.agent is not None:
+            own = {
+                "workflow": self.workflow != SINGLE_TURN,
+                "environment": self.environment,
+                "max_episode_s": self.max_episode_s,
+            }
+            for name in (name for name, given in own.items() if given):
+                instead = (
+                    "whose deadline_s ends samples" if name == "max_episode_s" else "which makes the samples itself"
+                )
+                yield f"rollout.{name} must not be set with rollout.agent, {instead}, got a value. Remove one of them"
         if "" in self.stop:
             yield "rollout.stop must hold texts of one character or more, got an empty one. Remove it"
         if self.top_k == 1:

@@ -142,11 +142,15 @@ async def whole_sample(engine: Engine, request: Request, stops: Stops) -> Comple
     start = 0 if request.prefix is None else len(request.prefix.tokens)
     reading = Reading(stops.tokenizer, stops.texts, start=start) if stops.texts else None
 
-    def grown(so_far: Prefix) -> None:
-        if reading is not None and reading.take(so_far.tokens) and reading.over:
-            engine.cancel(request.id)
-
     if reading is not None:
+        told = request.progress
+
+        def grown(so_far: Prefix) -> None:
+            if reading.take(so_far.tokens) and reading.over:
+                engine.cancel(request.id)
+            if told is not None:
+                told(so_far)
+
         request = replace(request, progress=grown)
     asked = request
     while True:

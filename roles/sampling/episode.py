@@ -28,7 +28,7 @@ import functools
 import hashlib
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,12 +67,14 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A sample that is whole, in one row or several. With an `error` it gets no reward; with a `reward` no other."""
+    """A sample that is whole, in one row or several. With an `error` it gets no reward; with a `reward`, of which `details` are
+    told, no other."""
 
     number: int
     rows: tuple[SampleRow, ...]
     reward: float | None = None
     error: str | None = None
+    details: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def last(self) -> Completion:
@@ -296,10 +298,7 @@ class Episode:
         rows.sort(key=lambda row: (*row.path, math.inf))
         found = [SampleRow(row.request.prompt, self._whole(row), tuple(row.rewards)) for row in rows]
         worth = [value for row in rows for _, value in row.rewards]
-        if not found:
-            prompt = self._shared.root.prompt
-            nothing = np.zeros(1, np.float32), np.full(1, NO_VERSION, np.int32)
-            found = [SampleRow(prompt, Completion("", prompt[-1:].astype(np.int32), *nothing, "cancelled"))]
+        found = found or [unsaid(self._shared.root.prompt)]
         return Made(self.number, tuple(found), sum(worth) if worth and error is None else None, error)
 
     def _whole(self, row: _Row) -> Completion:
@@ -382,6 +381,12 @@ class Episode:
         """Beside the loop, since what tools say may be long."""
         found = await asyncio.to_thread(self._shared.tokenizer, text, add_special_tokens=False)
         return np.asarray(found["input_ids"], np.int32)
+
+
+def unsaid(prompt: np.ndarray) -> SampleRow:
+    """The row of a sample in which nobody said anything."""
+    nothing = np.zeros(1, np.float32), np.full(1, NO_VERSION, np.int32)
+    return SampleRow(prompt, Completion("", prompt[-1:].astype(np.int32), *nothing, "cancelled"))
 
 
 def _text_of(tokenizer: Any, tokens: np.ndarray, **options: Any) -> str:

@@ -256,7 +256,9 @@ class Evaluator:
                     deadline_s=limit_s,
                     moved=lambda: PROCESS.clock() if at_engine else moved_at,
                 ),
-                aclosing(context.samples(self.workflow, Client(context, request, ask))) as ready,
+                aclosing(
+                    context.samples(self.workflow, Client(context, request, ask, lambda name: engine.cancel(name)))
+                ) as ready,
             ):
                 async for some in ready:
                     made += some
@@ -294,7 +296,9 @@ async def scored(
     items = [_item_of(tokenizer, row, each, max_new_tokens) for each in made if each.reward is None and not each.error]
     results = iter(await rewards.score(items) if items else ())
     return [
-        RewardResult(each.reward, error=each.error) if each.error or each.reward is not None else next(results)
+        RewardResult(each.reward, dict(each.details), each.error)
+        if each.error or each.reward is not None
+        else next(results)
         for each in made
     ]
 

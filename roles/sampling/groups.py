@@ -119,6 +119,7 @@ class PromptGroups:
             context,
             lambda number: self._request(lease, number, prompt, media, params),
             functools.partial(self._generate_of, lease),
+            lambda name: self.engine.cancel(name),
         )
         errors, finished = list[str](), list[Made]()
         async with aclosing(context.samples(self.workflow, client)) as made:
@@ -201,7 +202,8 @@ class PromptGroups:
 
     async def _score(self, row: Row, made: Sequence[Made]) -> list[Sample]:
         config = self.job.config
-        if config.num_parts and any(each.reward is not None for each in made):
+        names = config.components.keys() if config.num_parts else ()
+        if any(each.reward is not None and not each.details.keys() >= set(names) for each in made):
             raise RowError(
                 f"{row.name}: rewards must come from reward.function with reward.components, got one of a turn"
             )

@@ -55,15 +55,22 @@ _SETTING = "rollout.workflow"
 
 class Client:
     """The engine, for the samples of a prompt group. `request` makes the first request of a sample by its number, `ask` answers
-    one."""
+    one, and `cancel` ends one early, by its id."""
 
-    def __init__(self, context: Context, request: Callable[[int], Request], ask: Ask) -> None:
-        self._context, self._request, self._ask = context, request, ask
+    def __init__(
+        self,
+        context: Context,
+        request: Callable[[int], Request],
+        ask: Ask,
+        cancel: Callable[[str], None] = lambda name: None,
+    ) -> None:
+        self._context = context
+        self.request, self.ask, self.cancel = request, ask, cancel
 
     def episode(self, number: int) -> Episode:
         """The sample with this number, from the group's prompt on. The draw at a place depends on sample and place alone."""
         at = self._context
-        return Episode.opened(number, self._request(number), self._ask, at.limits, at.tokenizer, at.chat, at.progress)
+        return Episode.opened(number, self.request(number), self.ask, at.limits, at.tokenizer, at.chat, at.progress)
 
 
 class Context:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from rondo.roles.engines.stops import token_stops
 from rondo.roles.serve.conversation import said_in
 from rondo.roles.serve.requests import Answer, Ask, one_seed
 from rondo.roles.serve.sampling import Sampling, require_tops, token_ids
-from rondo.roles.serve.service import SESSION, Service, session_of, stream_events
+from rondo.roles.serve.service import SESSION, Service, stream_events
 from rondo.roles.serve.spans import Span
 from rondo.roles.serve.text import text_of
 from rondo.roles.serve.trajectory import Prompt
@@ -47,6 +47,7 @@ class Asked(ABC):
         self.stream = stream
         self.asks: list[Ask] = []
         self.prompts: dict[str, Prompt] = {}
+        self.sampling: Sampling | None = None
 
     @abstractmethod
     async def whole(self, answers: Sequence[Answer]) -> Any:
@@ -79,6 +80,9 @@ class Asked(ABC):
         sequences."""
         tokens, service = prompt.tokens, self.service
         room = service.max_length - tokens.size
+        if service.samples is not None and tokens.size:
+            room = max(1, room)  # what there is room for, the sample's budgets say (`admitted`)
+            most = min(most or room, room)
         if tokens.size < 1 or room < 1:
             raise ConfigError(
                 f"the prompt must have 1 to {service.max_length - 1} tokens, got {tokens.size}. Shorten it"
@@ -94,7 +98,7 @@ class Asked(ABC):
         params = SamplingParams(
             most or room, sampling.temperature, sampling.top_p, sampling.top_k, tuple(sorted(ends)), num_top
         )
-        self.prompts[rid] = prompt
+        self.prompts[rid], self.sampling = prompt, sampling
         self.asks += [
             Ask(
                 rid, tokens, params, one_seed(sampling.seed, index), index, sampling.stop, sampling.no_stop_trim,
@@ -154,18 +158,19 @@ Read = Callable[[Service, str | None, Any], Awaitable[Asked]]
 
 
 async def answered(service: Service, request: web.Request, read: Read) -> web.StreamResponse:
-    session = session_of(request)
+    session = service.session_of(request)
     with service.trajectories.calling(session):
         async with service.body(request) as body:
             asked = await read(service, session, body)
             del body
         require_tops(asked.asks)
-        if asked.stream:
-            return await stream_events(request, _events(asked), asked.headers())
-        answers = await service.requests.answers(asked.asks)
-        for ask, answer in zip(asked.asks, answers, strict=True):
-            asked.record(ask, answer)
-        return json_answer(await asked.whole(answers), headers=asked.headers())
+        with nullcontext() if service.samples is None else service.samples.admitted(asked):
+            if asked.stream:
+                return await stream_events(request, _events(asked), asked.headers())
+            answers = await service.requests.answers(asked.asks)
+            for ask, answer in zip(asked.asks, answers, strict=True):
+                asked.record(ask, answer)
+            return json_answer(await asked.whole(answers), headers=asked.headers())
 
 
 async def _events(asked: Asked) -> AsyncGenerator[Any, None]:

@@ -62,10 +62,12 @@ async def listening(
     server = HttpServer(
         "rondo: a model", guard, failed, Failed, Limits(most), host=host, tls=tls, handler_cancellation=True
     )
-    for method, path, route, operation in _ROUTES:
-        scope: Scope = "open" if path in _OPEN else "content"
+    routes = _ROUTES if service.samples is None else _OF_SAMPLES
+    for method, path, route, operation in routes:
+        # A session's key is not the server's: who has one is looked at where the session is looked for.
+        scope: Scope = "open" if path in _OPEN or service.samples is not None else "content"
         server.route(method, path, partial(route, service), scope=scope, operation=operation)
-    for name in control.NOT_SUPPORTED:
+    for name in control.NOT_SUPPORTED if service.samples is None else ():
         server.route("*", f"/{name}", partial(control.not_supported, service), scope="content", operation=None)
     try:
         await server.start(_listening(host, port, earlier))
@@ -124,4 +126,13 @@ _ROUTES: tuple[tuple[str, str, Route, Operation], ...] = (
     ("GET", "/rondo/trajectories", control.trajectories, _told("Sessions.")),
     ("GET", _SESSION, control.trajectory, _told("A session's calls and rows.")),
     ("DELETE", _SESSION, control.forget, _told("Forget a session.")),
+)
+_OF_SAMPLES = (
+    *(each for each in _ROUTES if each[1].startswith("/v1/") or each[1] in _OPEN),
+    (
+        "POST",
+        "/sessions/{session:.+}/reward",
+        control.reward,
+        _told("What a session is worth, which ends it.", takes=None),
+    ),
 )

@@ -283,6 +283,16 @@ async def trajectory(service: Service, request: web.Request) -> web.StreamRespon
     return response
 
 
+async def reward(service: Service, request: web.Request) -> web.Response:
+    """What a session is worth, as whoever has its key says; so it ends."""
+    name = service.session_of(request)
+    if name != request.match_info["session"] or service.samples is None:
+        raise TurnedDown(403, f"session must be that of the key, {name!r}, got another one. Use RONDO_REWARD_URL")
+    async with service.body(request) as body:
+        service.samples.rewarded(name, body)
+    return json_answer({"session": name, "over": True})
+
+
 async def forget(service: Service, request: web.Request) -> web.Response:
     name = request.match_info["session"]
     if not service.trajectories.forget(name):

@@ -98,7 +98,8 @@ async def chat(service: Service, session: str | None, given: Any) -> Asked:
     body, tokenizer = ChatBody.of(given), service.tokenizer
     service.require_model(body.model)
     messages = messages_of(body.messages, tokenizer.chat_template)
-    tools, arguments = tools_of(body.tools, body.tool_choice), arguments_of(body.chat_template_kwargs, tokenizer)
+    tools = tools_of(body.tools, body.tool_choice)
+    arguments = {**service.template_args, **arguments_of(body.chat_template_kwargs, tokenizer)}
     num_top = body.top_logprobs
     if num_top and (not body.logprobs or num_top > _MAX_TOP):
         raise ConfigError(f"top_logprobs must be 0 to {_MAX_TOP}, and come with logprobs, got {num_top}. Correct it")

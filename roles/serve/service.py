@@ -11,9 +11,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import orjson
@@ -33,7 +33,14 @@ from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
 from rondo.runtime.reference import uncollected
 from rondo.runtime.waits import wait_for
 
+if TYPE_CHECKING:
+    from rondo.roles.serve.answering import Asked
+
 SESSION = "X-Rondo-Session"
+_SESSIONS = (SESSION, "X-Session-ID")
+"""Headers that name one."""
+BUDGETS = frozenset({"context_length_exceeded", "max_turns", "max_rows", "session_over"})
+"""What a session can be at the end of: the `code` of an error, as OpenAI's first one is."""
 DONE = b"data: [DONE]\n\n"
 SLICE = 128
 """Values that are written at a time."""
@@ -43,6 +50,19 @@ T = TypeVar("T")
 ScorePrompt = Callable[[np.ndarray, int, int], Awaitable[tuple[np.ndarray, np.ndarray, np.ndarray]]]
 """(tokens int32 [T], how many of the last are scored, K) -> log-probs float32 [R], and of the K likeliest at their places ids and
 log-probs [R, K]."""
+
+
+class Samples(Protocol):
+    """Who asks, and how much, where every session is a sample of a run (`sampling/agent_sessions.py`)."""
+
+    def session_of(self, key: str, named: str | None) -> str:
+        """The session that a key opens, which a header may name too. TurnedDown without one that is open."""
+
+    def admitted(self, asked: Asked) -> AbstractContextManager[None]:
+        """A call that is answered while the body lasts, with what the run says of its sampling. TurnedDown beyond a budget."""
+
+    def rewarded(self, session: str, given: Any) -> None:
+        """What a session is worth, which ends it."""
 
 
 @dataclass(slots=True)
@@ -74,6 +94,10 @@ class Service:
     """Scores given tokens under the engine's weights."""
     max_body_bytes: int | None = None
     trajectories: Trajectories = field(default_factory=Trajectories)
+    samples: Samples | None = None
+    """Where there are some, no one else is answered."""
+    template_args: Mapping[str, Any] = field(default_factory=dict)
+    """Of the chat template, unless a request says otherwise."""
     requests: Requests = field(init=False)
     started: float = field(default_factory=time.time)
     _long: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_LONG_BODIES))
@@ -118,20 +142,27 @@ class Service:
         except orjson.JSONDecodeError as error:
             raise ConfigError(f"the body of {request.path} must be JSON, got {error}. Correct it") from error
 
+    def session_of(self, request: web.Request) -> str | None:
+        """The session that a call belongs to, as its headers and its key say."""
+        names = {request.headers[name] for name in _SESSIONS if name in request.headers}
+        named = min(names, default=None)
+        if len(names) > 1:
+            raise ConfigError(f"{' and '.join(_SESSIONS)} must name one session, got two. Send one of them")
+        if named is not None and not (1 <= len(named) <= MAX_NAME and named.isascii() and named.isprintable()):
+            raise ConfigError(
+                f"{SESSION} must be 1 to {MAX_NAME} printable ASCII characters, got {len(named)}. Change it"
+            )
+        if self.samples is None:
+            return named
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        return self.samples.session_of(key.strip() if kind.lower() == "bearer" else "", named)
+
     def require_model(self, name: str | None) -> None:
         """TurnedDown (404) for a model that is not served here."""
         if name not in (None, self.model_name, "default"):
             raise TurnedDown(
                 404, f"model must be {self.model_name!r}, the one that is served, got {shown(name)}. Change it"
             )
-
-
-def session_of(request: web.Request) -> str | None:
-    """The session that a call belongs to, as its header says."""
-    name = request.headers.get(SESSION)
-    if name is not None and not (1 <= len(name) <= MAX_NAME and name.isascii() and name.isprintable()):
-        raise ConfigError(f"{SESSION} must be 1 to {MAX_NAME} printable ASCII characters, got {len(name)}. Change it")
-    return name
 
 
 def parsed(content: bytes) -> Any:
@@ -154,7 +185,7 @@ class Failure(BaseModel):
     message: str
     type: str
     param: str | None = None
-    code: int
+    code: int | str
 
 
 class Failed(BaseModel):
@@ -163,9 +194,9 @@ class Failed(BaseModel):
     error: Failure
 
 
-def failed(status: int, _: str, words: str) -> Failed:
+def failed(status: int, why: str, words: str) -> Failed:
     kind = "invalid_request_error" if status < 500 else "server_error"
-    return Failed(error=Failure(message=words, type=kind, code=status))
+    return Failed(error=Failure(message=words, type=kind, code=why if why in BUDGETS else status))
 
 
 async def stream_events(

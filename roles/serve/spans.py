@@ -117,19 +117,35 @@ class Row:
     policy_versions: np.ndarray
 
 
-def rows_of(calls: Sequence[tuple[str, Span]]) -> Iterator[Row]:
-    """Each sampled token in exactly one row: of the (name, what was sampled), oldest first. A call goes on with the row that its
-    prompt ends with the newest sample of, or else it begins one."""
-    rows: list[list[tuple[str, Span]]] = []
-    newest: dict[Span, list[tuple[str, Span]]] = {}  # what was sampled last of a row -> the row
-    for name, sampled in calls:
-        earlier = next((span for span in reversed(sampled.path()[:-1]) if span in newest), None)
-        row = [] if earlier is None else newest.pop(earlier)
-        if earlier is None:
-            rows.append(row)
+class Chains:
+    """Which calls of a session go on from each other: each of `rows` is one sequence to train on, the (name, what was sampled) of
+    its calls, oldest first. A call goes on with the row that its prompt ends with the newest sample of, or else it begins one."""
+
+    def __init__(self) -> None:
+        self.rows: list[list[tuple[str, Span]]] = []
+        self._newest: dict[Span, list[tuple[str, Span]]] = {}  # what was sampled last of a row -> the row
+
+    def tip(self, known: Span) -> Span | None:
+        """What a call behind this goes on from; None where it begins a row."""
+        return next((span for span in reversed(known.path()) if span in self._newest), None)
+
+    def begin(self, tip: Span) -> int:
+        """Tokens of the prompt that the row with this newest sample began with."""
+        _, first = self._newest[tip][0]
+        return first.num_tokens - len(first.tokens)
+
+    def add(self, name: str, sampled: Span) -> None:
+        assert sampled.before is not None
+        tip = self.tip(sampled.before)
+        row = [] if tip is None else self._newest.pop(tip)
+        if tip is None:
+            self.rows.append(row)
         row.append((name, sampled))
-        newest[sampled] = row
-    return (_row(row) for row in rows)
+        self._newest[sampled] = row
+
+    def sequences(self) -> Iterator[Row]:
+        """Each sampled token in exactly one."""
+        return map(_row, self.rows)
 
 
 def _row(calls: Sequence[tuple[str, Span]]) -> Row:

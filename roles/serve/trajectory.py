@@ -28,7 +28,7 @@ import numpy as np
 import orjson
 
 from rondo.roles.serve.requests import Answer, Ask
-from rondo.roles.serve.spans import Row, Span, in_text, in_tokens, rows_of
+from rondo.roles.serve.spans import Chains, Row, Span, in_text, in_tokens
 from rondo.runtime.admin.guard import TurnedDown
 
 _SHOWN = 24
@@ -111,6 +111,7 @@ class _Session:
     used_at: float
     root: Span = field(default_factory=Span.root)
     calls: list[Call] = field(default_factory=list)
+    chains: Chains = field(default_factory=Chains)
     said: dict[tuple[_Said | None, bytes], _Said] = field(default_factory=dict)
     reasoning: dict[tuple[int, bytes], str] = field(default_factory=dict)
     num_bytes: int = 0
@@ -183,12 +184,18 @@ class Trajectories:
 
     def rows(self, name: str) -> Iterator[Row]:
         """The sequences to train on that its calls make."""
-        return rows_of([(call.name, call.sampled) for call in self.calls(name)])
+        self.calls(name)  # there are some
+        return self._sessions[name].chains.sequences()
 
-    def forget(self, name: str) -> bool:
-        """Whether there was something to forget. TurnedDown (409) while a call of it is being answered."""
+    def chains(self, name: str) -> Chains:
+        """Of a session that has been let in. TurnedDown (410) where it was forgotten meanwhile."""
+        return self._within(name).chains
+
+    def forget(self, name: str, *, at_once: bool = False) -> bool:
+        """Whether there was something to forget. TurnedDown (409) while a call of it is being answered, unless `at_once`: then
+        that call fails."""
         session = self._sessions.get(name)
-        if session is not None and session.num_calling:
+        if session is not None and session.num_calling and not at_once:
             raise TurnedDown(
                 409, f"session must have no call in flight to be forgotten, got {session.num_calling}. Wait"
             )
@@ -203,7 +210,7 @@ class Trajectories:
     ) -> Prompt:
         """The tokens of a prompt with this text, in a session recorded ones first. `encode` makes tokens of what follows them,
         behind the last of them; None where it cannot do so exactly."""
-        session = _Session(0.0) if name is None else self._sessions[name]
+        session = _Session(0.0) if name is None else self._within(name)
         known = session.root.longest(in_text(text))
         parted = self._parting(session, text)
         rest = text[known.num_chars :]
@@ -219,7 +226,7 @@ class Trajectories:
         self, name: str, tokens: np.ndarray, text_of: Callable[[np.ndarray, int | None], str]
     ) -> Prompt:
         """A prompt that came as tokens, int32 [T]. `text_of` says what follows a token."""
-        session = self._sessions[name]
+        session = self._within(name)
         known = session.root.longest(in_tokens(tokens))
         size, parted = known.num_tokens, None
         text = known.text_to_here() + text_of(tokens[size:], int(tokens[size - 1]) if size else None)
@@ -229,7 +236,7 @@ class Trajectories:
 
     def reasoning(self, name: str, depth: int, said: bytes) -> str | None:
         """The reasoning that the reply behind `depth` messages came with, which says as much without it as `said`."""
-        return self._sessions[name].reasoning.get((depth, said))
+        return self._within(name).reasoning.get((depth, said))
 
     # ---- the record ---------------------------------------------------------------------------------------------------------
 
@@ -247,7 +254,7 @@ class Trajectories:
     ) -> None:
         """One sample of a call that is let in. `text` is its tokens' behind the prompt, with nothing left out; `said` is what
         the reply is known by where its reasoning is left out."""
-        session = self._sessions[name]
+        session = self._within(name)
         assert answer.finish is not None
         before = session.num_bytes
         leaf = prompt.known.add(prompt.tokens[prompt.reused_tokens :], prompt.text[prompt.known.num_chars :])
@@ -260,12 +267,12 @@ class Trajectories:
         if reply is not None and conversation is not None and "reasoning_content" in reply:
             session.reasoning[conversation.depth, said] = reply["reasoning_content"]
             session.num_bytes += len(said) + _CALL_BYTES
-        session.calls.append(
-            Call(
-                ask.rid, ask.index, sampled, prompt.reused_tokens, prompt.parted, answer.finish.kind, time.time(),
-                conversation, told,
-            )
+        call = Call(
+            ask.rid, ask.index, sampled, prompt.reused_tokens, prompt.parted, answer.finish.kind, time.time(), conversation,
+            told,
         )  # fmt: skip
+        session.calls.append(call)
+        session.chains.add(call.name, sampled)
         self._num_bytes += session.num_bytes - before
 
     def _say(self, session: _Session, messages: Sequence[Mapping[str, Any]]) -> _Said | None:
@@ -302,6 +309,12 @@ class Trajectories:
         session.used_at = self.clock()
         self._sessions.move_to_end(name)
         return session
+
+    def _within(self, name: str) -> _Session:
+        """Of a call that was let in."""
+        if name not in self._sessions:
+            raise TurnedDown(410, f"session must go on to be recorded, got {name!r}, which was forgotten meanwhile")
+        return self._sessions[name]
 
     def _check_dropped(self, name: str) -> None:
         if name in self._dropped:

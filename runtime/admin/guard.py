@@ -31,11 +31,14 @@ Who = Literal["own", "file"]
 
 
 class TurnedDown(Refused):
-    """A request that is not carried out. `status` is HTTP's: 404 unknown, 409 not now, 501 not supported, 503 not any more."""
+    """A request that is not carried out. `status` is HTTP's: 404 unknown, 409 not now, 501 not supported, 503 not any more.
+    `why` is what programs know it by."""
 
-    def __init__(self, status: int, words: str, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, words: str, headers: Mapping[str, str] | None = None, *, why: str | None = None
+    ) -> None:
         super().__init__(words)
-        self.status = status
+        self.status, self.why = status, why
         self.headers = dict(headers or {})
 
 

@@ -191,9 +191,9 @@ class HttpServer:
 
     def _failed(self, request: web.Request, error: Exception) -> web.Response:
         headers: Mapping[str, str] = {}
-        what = f"{request.method} {request.path}"
+        what, why = f"{request.method} {request.path}", None
         if isinstance(error, RondoError):
-            headers = error.headers if isinstance(error, TurnedDown) else {}
+            headers, why = (error.headers, error.why) if isinstance(error, TurnedDown) else ({}, None)
             words = str(error)
         elif isinstance(error, web.HTTPException):
             headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
@@ -203,7 +203,7 @@ class HttpServer:
         status = status_of(error)
         if status >= 500 and not isinstance(error, RondoError):
             HTTP_LOG.error("a request failed path=%s", request.path, exc_info=error)
-        kind = "HTTPError" if isinstance(error, web.HTTPException) else type(error).__name__
+        kind = "HTTPError" if isinstance(error, web.HTTPException) else why or type(error).__name__
         return self._told(status, kind, words, headers)
 
     def _told(self, status: int, kind: str, words: str, headers: Mapping[str, str] | None = None) -> web.Response:

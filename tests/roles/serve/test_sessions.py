@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+import openai
 import pytest
 
 from rondo.models.tiny.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN
@@ -301,3 +302,16 @@ async def test_a_session_is_not_forgotten_under_a_call_that_it_has() -> None:
     with kept.calling("s"), pytest.raises(TurnedDown, match="no call in flight to be forgotten, got 1") as busy:
         kept.forget("s")
     assert busy.value.status == 409 and not kept.forget("s")
+
+
+async def test_a_session_may_be_named_by_the_header_of_other_programs_too_and_by_both_if_they_agree() -> None:
+    async with serving() as served:
+        for number, headers in enumerate(
+            ({"X-Session-ID": "a"}, {"X-Session-ID": "a", "X-Rondo-Session": "a"}, SESSION)
+        ):
+            body: Any = {"model": MODEL, "messages": [{"role": "user", "content": f"{number}"}]}
+            answer = await served.openai.chat.completions.with_raw_response.create(**body, extra_headers=headers)
+            assert answer.headers["X-Rondo-Session"] == next(iter(headers.values()))
+        with pytest.raises(openai.BadRequestError, match="must name one session, got two"):
+            await served.openai.chat.completions.create(**body, extra_headers={**SESSION, "X-Session-ID": "b"})
+        assert sorted((await served.get("/rondo/trajectories"))["sessions"]) == ["a", "task-7"]
