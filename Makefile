@@ -12,9 +12,10 @@ SGLANG_VENV ?= .venv-sglang
 SGLANG_ROUTER_VENV ?= .venv-sglang-router
 SCHEMATHESIS_VENV ?= .venv-schemathesis
 BROWSER_VENV ?= .venv-browser
+TRACK_VENV ?= .venv-track
 READY := $(VENV)/.ready
 
-.PHONY: demo smollm2 test fuzz test-long test-avx2 test-pythons test-sglang test-browser gpu sglang sglang-router lint types clean
+.PHONY: demo smollm2 test fuzz track test-long test-avx2 test-pythons test-sglang test-browser gpu sglang sglang-router lint types clean
 
 # Without a GPU, SGLang needs the tests' stand-in for its kernels.
 SGLANG_SHIM = $(if $(wildcard /dev/nvidia0),,--set 'rollout.sglang.environment={"PYTHONPATH": "$(CURDIR)/tests/sglang/shim"}')
@@ -85,6 +86,16 @@ $(SCHEMATHESIS_VENV)/.ready:
 	$(SCHEMATHESIS_VENV)/bin/pip install --quiet schemathesis==4.32.5
 	touch $@
 
+# Trackers killed at random moments, against the services' own packages; without torch, which they do not need.
+track: $(TRACK_VENV)/.ready  ## about twenty minutes
+	PYTHONPATH=$(CURDIR)/.typing $(TRACK_VENV)/bin/python -m rondo.launch.cli bench track $(OPTIONS)
+
+$(TRACK_VENV)/.ready: constraints.txt
+	$(PYTHON) -m venv $(TRACK_VENV)
+	$(TRACK_VENV)/bin/pip install --quiet aiohttp numpy orjson psutil pydantic rich uvloop tensorboard==2.21.0 wandb==0.31.0 \
+		trackio==0.43.0 mlflow==3.17.2 swanlab==0.10.3 clearml==2.1.12
+	touch $@
+
 # What cannot be installed is told, and what is there runs: without an environment, with the packages that PYTHON has.
 gpu:  ## tests and parts of ten minutes at most, into benchmarks/results/gpu.json; PARTS="training gap" runs these alone
 	@$(MAKE) --no-print-directory $(READY) || echo "NOT INSTALLED: rondo's packages. The reason stands above. What follows has those of $(PYTHON)"
@@ -121,4 +132,4 @@ $(READY): setup.cfg constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .models .venv-sglang .venv-sglang-router .venv-schemathesis .venv-browser build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .models .venv-sglang .venv-sglang-router .venv-schemathesis .venv-browser .venv-track build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -293,6 +293,15 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     text = "Write what every process did when as a Chrome trace."
     add = verb("timeline", _in("rondo.launch.report.timeline", "export"), text, run, steps)
     add("--out", metavar="TRACE.json", type=Path, help="default: trace.json in the run directory")
+    text = "Tell a tracker of a run, from where it was told last; of one that goes on, until it ends."
+    add = verb("track", _in("rondo.launch.track.follow", "by_hand"), text, run)
+    services = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab", "clearml")
+    add("--to", required=True, choices=services, help="where to; as the run's settings have it, but for what follows")
+    add("--project", metavar="NAME", help="under which it stands there (default: rondo)")
+    add("--name", dest="run", metavar="NAME", help="the run's there; default: that of its directory")
+    add("--url", metavar="URL", help="the server; default: as the service's own settings say")
+    add("--folder", metavar="FOLDER", type=Path, help="for what it writes here; default: in the run directory")
+    add("--offline", action="store_true", help="write files to upload later")
     add = verb("diff", diff, "Tell where two deterministic runs part.")
     add("first", metavar="RUN_A", type=Path)
     add("second", metavar="RUN_B", type=Path)

@@ -24,6 +24,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from rondo.launch.autoscale.decide import AutoscaleConfig
 from rondo.launch.groups import RoleGroup, RoleName
+from rondo.launch.track.settings import TrackerConfig
 from rondo.roles.config import JobConfig
 from rondo.runtime.config import AdminConfig, PreemptionConfig
 from rondo.runtime.errors import ConfigError
@@ -43,6 +44,8 @@ class RunConfig(JobConfig):
     preemption: PreemptionConfig = PreemptionConfig()
     autoscale: AutoscaleConfig | None = None
     """Changes the number of rollout replicas while the run goes on; None leaves it alone."""
+    trackers: tuple[TrackerConfig, ...] = ()
+    """Services that are told of the run's figures, by name or with settings of theirs."""
 
     def group_of(self, role: str) -> RoleGroup | None:
         """The group that holds a role, or None."""
@@ -72,6 +75,9 @@ class RunConfig(JobConfig):
         if self.job == "rl":
             yield from self._weights_meet_no_samples()
         yield from self._groups_make_no_run()
+        for name in (names := [each.name for each in self.trackers]):
+            if names.count(name) > 1:
+                yield f"trackers must have different names, got {name!r} twice. Remove one"
         if self.job != "rl":
             yield from self._groups_are_not_deterministic() if self.deterministic else ()
             return

@@ -49,6 +49,7 @@ from rondo.launch.report.steps import Records
 from rondo.launch.report.summary import print_table, read, summarize, write
 from rondo.launch.report.view import open_view, say
 from rondo.launch.rundir import RunDir, checkpoint_of, existing_run, newest_run, owner, read_json, write_json
+from rondo.launch.track.beside import Beside
 from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
 from rondo.runtime.admin.endpoint import AdminServer, listen
 from rondo.runtime.checkpoints import newest_complete, set_aside, version_of
@@ -65,7 +66,7 @@ _PLOT_LIMIT_S = 120.0
 _STEPS_S = 2.0
 MODEL, TEACHERS, GENRM = "model", "teachers", "judge"
 """Where a model that a function builds lies in the run directory; each such teacher below, by its name; such a judge."""
-_PLACES = ("groups", "supervision", "admin", "preemption", "autoscale")
+_PLACES = ("groups", "supervision", "admin", "preemption", "autoscale", "trackers")
 """Settings that say where and under whose eyes a run works, and not what it trains."""
 
 
@@ -397,6 +398,8 @@ async def _supervise(
     listeners.append(keeper.on_event)
     keeping = asyncio.create_task(keeper.run())
     beside = [asyncio.create_task(view.run()), asyncio.create_task(_tell_steps(run.path))]
+    trackers = Beside(run.path, {each.name: "rondo.launch.track.follow" for each in config.trackers}, tell)
+    tracking = asyncio.create_task(trackers.run())
     if config.preemption.file is not None:
         noticed = functools.partial(supervisor.request_stop, notice=True)
         beside.append(asyncio.create_task(watch(config.preemption.file, noticed)))
@@ -431,14 +434,16 @@ async def _supervise(
             if outcome.exit_code in (0, 75):
                 num_asked = len(asked)
                 await keeper.finish(keeping, lambda: len(asked) > num_asked or time.monotonic() > supervisor.leave_by)
+            num_asked = len(asked)
+            await trackers.finish(tracking, lambda: len(asked) > num_asked or time.monotonic() > supervisor.leave_by)
             return outcome
         except Exception as error:  # noqa: BLE001  # a mistake of ours: told whole, and the run has its summary
             traceback.print_exception(error)
             return Outcome(EXIT_FAILED, f"supervisor: {error!r}", {}, {}, 0.0, attempt, {}, {}, 0.0)
         finally:
-            for task in (*beside, keeping):
+            for task in (*beside, keeping, tracking):
                 task.cancel()
-            await asyncio.gather(*beside, keeping, return_exceptions=True)
+            await asyncio.gather(*beside, keeping, tracking, return_exceptions=True)
             if admin is not None:
                 with telling("admin endpoint"):
                     await admin.close()

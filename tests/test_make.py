@@ -43,6 +43,7 @@ def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         (("demo", "ENGINE=sglang"), "--set rollout.sglang.python=.venv-sglang/bin/python"),
         (("test-sglang",), "-m pytest tests/sglang"),
         (("fuzz",), "tests/schemathesis tests/comm/bus/test_fuzz.py tests/launch/test_fuzz.py"),
+        (("track",), "-m rondo.launch.cli bench track"),
         (("gpu", "PARTS=training gap"), "-m rondo.launch.cli bench gpu training gap"),
     ],
 )

@@ -42,6 +42,7 @@ from rondo.launch.config import RunConfig, resolve
 from rondo.launch.groups import TRAINED
 from rondo.launch.machine import folder_problem, num_cores, port_problem, show_bytes
 from rondo.launch.rundir import owner
+from rondo.launch.track.settings import missing
 from rondo.roles.config import EndpointConfig, SupervisedConfig
 from rondo.roles.config.supervised import unread
 from rondo.roles.engines.sglang.requirements import of_context
@@ -267,6 +268,7 @@ def _host(config: RunConfig) -> Iterator[Finding]:
             f"the run directory {path} must have no other owner, got a live run with pid {pid}. "
             f"Stop it with `rondo stop {path}`, or choose another name with --set name=..."
         )
+    yield from (error(line) for each in config.trackers if (line := missing(each.name)) is not None)
     if (notice := config.preemption.file) is not None and notice.exists():
         yield error(
             f"preemption.file must not be there before a notice, got {notice}, at which a run leaves at once. Remove it"

@@ -1,0 +1,113 @@
+"""Points: what metrics.jsonl says, as (number, step, {name: value}), each (step, name) once.
+
+Owns which records are points, their names and their numbers. Does not own where they go. A `Points` is a place in the file: what
+it reads next follows from the bytes before it alone, so that whoever reads the file again gets the same points with the same
+numbers. A step that is trained again after a restart from a checkpoint keeps the figures of its first time.
+
+    step records      -> train/loss, train/reward_mean, ...          at their step
+    critic's          -> critic/...                                  at theirs
+    evaluations       -> evaluation/reward, evaluation/pass@1, ...   at the steps trained by then
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rondo.comm.bus.evaluations import ASKED
+from rondo.launch.report.records import evaluation_figures, is_step
+
+_NO_FIGURES = ("time", "step", "version", "waits_s", "critic", "evaluation")
+MOST = 500
+"""Points that are read at once."""
+
+log = logging.getLogger("rondo.track")
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`number` counts the points of a run from 1. `time` in seconds since the epoch."""
+
+    number: int
+    step: int
+    time: float
+    values: Mapping[str, float]
+
+
+class Points:
+    """A place in a metrics.jsonl that may still grow: at its beginning, or where `state` says."""
+
+    def __init__(self, path: Path, state: Mapping[str, Any] | None = None) -> None:
+        self._path = path
+        self._offset: int = 0 if state is None else state["offset"]
+        self.number: int = 0 if state is None else state["number"]
+        self._steps: dict[str, int] = {} if state is None else dict(state["steps"])
+        self._evaluated: set[int] = set() if state is None else set(state["evaluated"])
+
+    def state(self) -> dict[str, Any]:
+        """As JSON, to begin here again."""
+        evaluated = sorted(self._evaluated)
+        return {"offset": self._offset, "number": self.number, "steps": self._steps, "evaluated": evaluated}
+
+    def read(self, most: int = MOST) -> list[Point]:
+        """The next points, about `most` of them at most. A line that is still written is left for later."""
+        found: list[Point] = []
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return found
+        with file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                found += self._points(line)
+                if len(found) >= most:
+                    break
+        return found
+
+    def _points(self, line: bytes) -> Iterator[Point]:
+        try:
+            record = orjson.loads(line)
+        except orjson.JSONDecodeError:
+            if not line.isspace():
+                log.warning("%s has a torn line, which is left out", self._path)
+            return
+        for series, step, figures in _series(record):
+            if series == "evaluation":
+                is_new = step not in self._evaluated
+                self._evaluated.add(step)
+            else:
+                is_new = step > self._steps.get(series, -1)
+                self._steps[series] = max(step, self._steps.get(series, -1))
+            values = dict(_numbers(figures, f"{series}/"))
+            if is_new and values:
+                self.number += 1
+                yield Point(self.number, step, record["time"], values)
+
+
+def _series(record: Mapping[str, Any]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+    if is_step(record):
+        yield "train", record["step"], record
+    if "critic" in record:
+        yield "critic", record["critic"]["step"], record["critic"]
+    if "evaluation" in record and not record["evaluation"].get("label", "").startswith(ASKED):
+        told = record["evaluation"]
+        counts = {name: told[name] for name in ("reward", "num_samples", "num_failed") if name in told}
+        yield "evaluation", told["version"], counts | evaluation_figures(told)
+
+
+def _numbers(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for name, value in tree.items():
+        if name in _NO_FIGURES:
+            continue
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield prefix + name.replace(" ", "/"), float(value)
