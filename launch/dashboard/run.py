@@ -23,6 +23,7 @@ from rondo.launch.report.explain import Processor, Setup, explain
 from rondo.launch.report.status import ask
 from rondo.launch.report.steps import newest_steps
 from rondo.launch.report.summary import read
+from rondo.launch.report.timeline import SpanRecord, spans_between
 from rondo.launch.rundir import owner, read_json, supervisor_record
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.records.record import last_lines, read_lines
@@ -32,6 +33,8 @@ _COUNTED = frozenset({"committed", "autoscale_holds"})
 _NUM_EVENTS = 400
 _NUM_STEPS = 50
 _RECENT = 20
+_NUM_KNOWN, _KNOWN_BYTES = 4000, 4 << 20
+_LANE_SPANS = 1500
 _FRESH_S = 1.0
 _ASKED = ("healthz", "roles", "waits", "bus", "weights")
 _LOG_LINES, _LOG_BYTES = 400, 256 << 10
@@ -112,6 +115,41 @@ class Run:
             "bus": live.get("bus"), "weights": live.get("weights"), "unanswered": live.get("error"),
             "ledger": {name: summary.get(f"samples_{name}") for name in names} if summary else None,
             "staleness": summary.get("staleness_histogram"), "commits": commits,
+        }  # fmt: skip
+
+    def timeline(self, step: int | None, num: int) -> dict[str, Any]:
+        """What each process did when, from `step` on (by default the newest) over `num` steps, and the parts of those steps. The
+        longest spans of each lane, where there are many. "lanes": [[name, seconds from "start", seconds, step], ...] each.
+        ConfigError for a step that is not among the newest."""
+        known = newest_steps(self.path, _NUM_KNOWN, _KNOWN_BYTES)
+        if not known:
+            return {"steps": [], "known": None, "lanes": [], "num_left_out": 0}
+        at = known[-num].step if step is None and len(known) >= num else known[0].step if step is None else step
+        steps = [each for each in known if at <= each.step < at + num]
+        if not steps:
+            raise ConfigError(
+                f"step must be one of {known[0].step} to {known[-1].step}, got {step}. Older ones have no spans any more"
+            )
+        begin, end = steps[0].start, max(each.start + each.step_s for each in steps)
+        lanes: dict[tuple[str, str], list[SpanRecord]] = {}
+        for span in spans_between(self.path, round(begin * 1e9), round(end * 1e9)):
+            if not span.lane.startswith("waits/"):
+                lanes.setdefault((span.process, span.lane), []).append(span)
+        longest = {key: sorted(spans, key=lambda s: s.start - s.end)[:_LANE_SPANS] for key, spans in lanes.items()}
+        told = [
+            {
+                "process": process, "lane": lane,
+                "spans": [
+                    [s.name, s.start / 1e9 - begin, (s.end - s.start) / 1e9, s.step]
+                    for s in sorted(spans, key=lambda s: s.start)
+                ],
+            }
+            for (process, lane), spans in sorted(longest.items())
+        ]  # fmt: skip
+        return {
+            "steps": [asdict(each) for each in steps], "known": [known[0].step, known[-1].step], "start": begin,
+            "seconds": end - begin, "lanes": told,
+            "num_left_out": sum(map(len, lanes.values())) - sum(map(len, longest.values())),
         }  # fmt: skip
 
     def live(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ browser sends nowhere.
     GET /api/runs/ID/evaluations                     read     by version and set
     GET /api/runs/ID/health                          read     role groups, restarts, waits, events, names of logs
     GET /api/runs/ID/flow                            read     bus and weights
+    GET /api/runs/ID/timeline?step=&num=             read     spans of all processes over some steps
     GET /api/runs/ID/samples?kind=&first=&last=&least=&most=&failed=&search=&before=&limit=    content
     GET /api/runs/ID/group?row=                      content  a sample whole, and those of its prompt group
     GET /api/runs/ID/log?file=                       content  the end of a log
@@ -105,6 +106,13 @@ class Row(Section):
     row: Whole = Field(ge=0, le=1 << 31)
 
 
+class Steps(Section):
+    """`step`: the first; by default the newest. `num`: how many."""
+
+    step: Whole | None = _STEP
+    num: Whole = Field(1, ge=1, le=50)
+
+
 class LogOf(Section):
     file: str = Field(max_length=500)
 
@@ -138,6 +146,7 @@ _OF_RUN: tuple[tuple[str, Scope, type[Section], Callable[[Run, Any], Any], str],
     ("/evaluations", "read", Nothing, _evaluations, "Evaluations by version."),
     ("/health", "read", Nothing, lambda run, query: run.health(), "Role groups, restarts, waits, events."),
     ("/flow", "read", Nothing, lambda run, query: run.flow(), "Bus and weights."),
+    ("/timeline", "read", Steps, lambda run, query: run.timeline(query.step, query.num), "What each process did when."),
     ("/samples", "content", Find, _find, "Samples, newest first."),
     ("/group", "content", Row, lambda run, query: run.samples.group(query.row), "A sample and its prompt group."),
     ("/log", "content", LogOf, lambda run, query: run.log(query.file), "The end of a log."),

@@ -23,8 +23,10 @@ import orjson
 from rondo.launch.rundir import existing_run
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.records.record import read_lines
-from rondo.runtime.records.timeline import FOLDER, FORMAT
+from rondo.runtime.records.timeline import FLUSH_S, FOLDER, FORMAT
 
+_NEAR_NS = int(5 * FLUSH_S * 1e9)
+"""What happens is written so much later at the most."""
 _SHOWN_AT = "https://ui.perfetto.dev or chrome://tracing"
 
 
@@ -88,10 +90,11 @@ class Reader:
         for gone in self._files.keys() - set(paths):
             del self._files[gone]
         for path in paths:
-            self._read_file(path, self._files.setdefault(path, _File()), found)
+            self.read_file(path, self._files.setdefault(path, _File()), found)
         return found
 
-    def _read_file(self, path: Path, file: _File, found: list[SpanRecord]) -> None:
+    def read_file(self, path: Path, file: _File, found: list[SpanRecord]) -> None:
+        """Adds what has come to one file."""
         try:
             with path.open("rb") as opened:
                 opened.seek(file.offset)
@@ -142,6 +145,25 @@ def read_run(run: Path) -> tuple[list[SpanRecord], list[Figures]]:
             f"RUN must have a timeline, got none in {run / FOLDER}. Wait until its processes have started, or start it again"
         )
     return spans, reader.figures
+
+
+def spans_between(run: Path, begin: int, end: int) -> list[SpanRecord]:
+    """Each span that has a part between two times, in nanoseconds since the epoch, by start. Files that end before, or begin
+    after, as the file system says, are not read; of a copied run, whose files have other times, all are."""
+    found: list[SpanRecord] = []
+    for near in (True, False):
+        reader = Reader(run / FOLDER)
+        for folder in sorted((run / FOLDER).glob("*/")):
+            before = 0
+            for path in sorted(folder.glob("*.jsonl")):
+                written = path.stat().st_mtime_ns
+                if not near or (written >= begin - _NEAR_NS and before <= end + _NEAR_NS):
+                    reader.read_file(path, _File(), found)
+                before = written
+        chosen = [span for span in whole_spans(found) if span.end >= begin and span.start <= end]
+        if chosen:
+            return chosen
+    return []
 
 
 # ---- steps ----------------------------------------------------------------------------------------------------------

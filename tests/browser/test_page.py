@@ -108,7 +108,7 @@ async def test_every_view_of_a_live_and_a_finished_run_in_a_browser(tmp_path: Pa
     assert looking.returncode == 0
     told = json.loads(out)
     assert (told["console"], told["elsewhere"]) == ([], [])
-    assert told["keys"] == ["overview", "curves", "samples", "evaluation", "health", "bus"]
+    assert told["keys"] == ["overview", "curves", "timeline", "samples", "evaluation", "health", "bus"]
     for view, seen in told["views"].items():
         assert (seen["wide"], seen["overflow"] <= 0, seen["scripts"], seen["blank"], seen["trouble"]) == (
             [],
@@ -121,5 +121,6 @@ async def test_every_view_of_a_live_and_a_finished_run_in_a_browser(tmp_path: Pa
     light = {view: told["views"][f"light {view}"]["text"] for view in ("overview", "health", "bus", "samples?failed=1")}
     assert "The run goes on." in light["overview"] and "The run is done" in light["overview"]
     assert "actor and rollout take turns: each waits for the other." in light["overview"]
+    assert "actor-0.0: train" in told["views"]["light timeline"]["text"]
     assert "call next_rounds" in light["health"] and "1 MiB" in light["bus"]
     assert HOSTILE[:60] in light["samples?failed=1"] and "\\u202e" in light["samples?failed=1"]

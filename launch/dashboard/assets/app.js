@@ -9,9 +9,10 @@ import { evaluation } from "./evaluation.js";
 import { health } from "./health.js";
 import { overview } from "./overview.js";
 import { samples } from "./samples.js";
+import { timeline } from "./timeline.js";
 
-const VIEWS = { overview, curves, samples, evaluation, health, bus };
-const NAMES = { overview: "Overview", curves: "Curves", samples: "Samples", evaluation: "Evaluation", health: "Health", bus: "Bus & weights" };
+const VIEWS = { overview, curves, timeline, samples, evaluation, health, bus };
+const NAMES = { overview: "Overview", curves: "Curves", timeline: "Timeline", samples: "Samples", evaluation: "Evaluation", health: "Health", bus: "Bus & weights" };
 const PERIOD_MS = 2000, OVER_MS = 15000;
 
 const at = (id) => document.getElementById(id);

@@ -62,7 +62,7 @@ function words(found) {
 }
 
 // The parts of a trainer's step, as wide as they are long; SVG, since a strict policy takes no style attributes.
-function bar(parts, total) {
+export function bar(parts, total, caption = `A step of the trainer, ${seconds(total)}`) {
   const svg = (tag, attributes, text) => {
     const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
     for (const [name, value] of Object.entries(attributes)) made.setAttribute(name, value);
@@ -79,5 +79,5 @@ function bar(parts, total) {
     at += width;
     if (value >= 0.01 * total) legend.append(el("li", {}, el("i", { class: `swatch p${index % 8}` }), `${name} ${seconds(value)}`));
   });
-  return el("figure", {}, el("figcaption", {}, `A step of the trainer, ${seconds(total)}`), picture, legend);
+  return el("figure", {}, el("figcaption", {}, caption), picture, legend);
 }

@@ -91,6 +91,17 @@ def a_run(parent: Path, name: str = "demo", *, steps: int = 10, settings: Any = 
         run / "timeline" / "steps.jsonl",
         [asdict(Step(n, STARTED + 2 * n, 1.5, parts, 0.1, roles)) for n in range(steps)],
     )
+    spans = [["train", "actor", round(2e9 * n), 500_000_000, n, {}, 0] for n in range(steps)]
+    anchor = {
+        "timeline": 1,
+        "group": "actor-0",
+        "rank": 0,
+        "incarnation": 1,
+        "wall_ns": round(STARTED * 1e9),
+        "monotonic_ns": 0,
+    }
+    waits = [["call x", "waits/main", 0, 10**9, None, {}, 0]]
+    lines(run / "timeline" / "actor-0.0" / "000001.000000.jsonl", [anchor | {"boot": "b"}, *spans, *waits])
     lines(run / "logs" / "attempt_0" / "actor-0.1.log", ["a line of a log"])
     counts = {"samples_admitted": 80, "samples_trained": 80, "samples_lost": 0, "samples_trained_twice": 0}
     measured = {"staleness_histogram": {"0": 40, "1": 40}, "memory_bytes": {"actor-0": 1 << 20}}

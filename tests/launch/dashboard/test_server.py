@@ -80,6 +80,17 @@ async def test_a_finished_run_is_told_in_words_and_figures(tmp_path: Path) -> No
         assert (await demo.of("/log", file="attempt_0/actor-0.1.log"))["lines"] == ['"a line of a log"']
 
 
+async def test_a_step_is_told_with_its_spans_and_its_parts(tmp_path: Path) -> None:
+    async with page(a_run(tmp_path)) as demo:
+        told = await demo.of("/timeline", step=3)
+        assert told["lanes"] == [{"process": "actor-0.0", "lane": "actor", "spans": [["train", 0.0, 0.5, 3]]}]
+        assert (told["steps"][0]["trainer"]["wait for rollout"], told["seconds"], told["known"]) == (1.0, 1.5, [0, 9])
+        newest = await demo.of("/timeline", num=2)
+        assert [span[3] for span in newest["lanes"][0]["spans"]] == [8, 9]
+        status, failed = await demo.ask("/api/runs/demo/timeline", step=10)
+        assert (status, failed["error"]["message"].partition(",")[0]) == (400, "step must be one of 0 to 9")
+
+
 async def test_several_runs_of_one_name_stand_side_by_side(tmp_path: Path) -> None:
     async with page(a_run(tmp_path / "a"), a_run(tmp_path / "b"), tmp_path / "a" / "demo") as demo:
         assert [run["id"] for run in (await demo.ask("/api/runs"))[1]] == ["demo", "demo~2"]
@@ -91,6 +102,7 @@ async def test_a_run_without_metrics_yet_is_shown_and_what_comes_follows(tmp_pat
             told = await demo.of("")
             assert (told["state"], told["num_done"], told["explanation"]) == ("starting", 0, None)
             assert (await demo.of("/names"))["names"] == []
+            assert (await demo.of("/timeline"))["steps"] == []
             assert (await demo.of("/samples"))["rows"] == []
             assert (await demo.of("/health"))["groups"] == []
             lines(run.path / "metrics.jsonl", [of_step(0)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import orjson
@@ -14,6 +16,7 @@ from rondo.launch.report.timeline import (
     chrome_trace,
     newest_steps,
     parse_steps,
+    spans_between,
     spans_of_steps,
     whole_spans,
 )
@@ -145,3 +148,33 @@ def test_the_command_writes_a_trace_and_says_what_is_missing(
         assert f"{run.path / 'trace.json'}: 1 spans of 1 processes" in capsys.readouterr().out
         events = orjson.loads((run.path / "trace.json").read_bytes())["traceEvents"]
         assert [event["name"] for event in events if event["ph"] == "X"] == ["load"]
+
+
+def test_files_that_were_written_before_or_begun_after_a_time_are_not_read_unless_nothing_else_is_there(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / FOLDER / "actor-0.0"
+    folder.mkdir(parents=True)
+    anchor = {
+        "timeline": 1,
+        "group": "actor-0",
+        "rank": 0,
+        "incarnation": 1,
+        "wall_ns": 0,
+        "monotonic_ns": 0,
+        "boot": "b",
+    }
+    for number in range(3):  # a minute each, and a span that all files have
+        spans = [
+            ["train", "actor", number * 60_000_000_000, 10**9, number, {}, 0],
+            ["load", "actor", 0, 10**12, number, {}, 0],
+        ]
+        path = folder / f"000001.{number:06d}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in (anchor, *spans)))
+        os.utime(path, (60 * (number + 1), 60 * (number + 1)))
+    begin, end = 70_000_000_000, 80_000_000_000
+    assert {span.step for span in spans_between(tmp_path, begin, end)} == {1}
+    for path in folder.iterdir():
+        os.utime(path, (1, 1))
+    assert {span.step for span in spans_between(tmp_path, begin, end)} == {2}  # the last that was read
+    assert spans_between(tmp_path, 10**13, 10**13 + 1) == []
