@@ -7,7 +7,7 @@ when that process ends, however it ends, so nothing stale is ever left to clean.
     runs/latest -> quickstart
     runs/quickstart/
       config.py  code/  config.resolved.json (0600)  environment.json (0600)  format.json  summary.json
-      supervisor.json (0600, while it runs)
+      supervisor.json (0600, while it runs)  view.json (0600, of a dashboard)
       best -> checkpoints/step_000040  best.json  after_save.json
       metrics.jsonl  events.jsonl  timeline/  logs/attempt_0/  journal/  samples/  checkpoints/  dumps/
       index/ (what a dashboard has read)

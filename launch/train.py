@@ -34,6 +34,7 @@ from rondo.launch.check.estimate import routed_bytes
 from rondo.launch.check.findings import Facts
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, override, resolve, unresolve
+from rondo.launch.dashboard import behind
 from rondo.launch.differences import accept, differences, refuse
 from rondo.launch.elastic.room import PREPARED
 from rondo.launch.elastic.routes import mount
@@ -423,6 +424,7 @@ async def _supervise(
                 beside.append(asyncio.create_task(scales.run()))
             mount_autoscaler(admin, scaler, scales)
             mount(admin, scaler, tuple(role for group in config.groups for role in group.roles))
+            behind.mount(admin, run.path)
             port = await admin.start(listening)
             say(f"run directory: {run.path}  admin: {admin.url}")
             run.write_supervisor(

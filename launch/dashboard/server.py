@@ -24,6 +24,7 @@ Invariant: reading goes on in threads, one for each run; the loop answers meanwh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import signal
 import sys
@@ -37,6 +38,7 @@ import uvloop
 from aiohttp import web
 from pydantic import BeforeValidator, Field
 
+from rondo.launch.dashboard.behind import noted
 from rondo.launch.dashboard.run import Run
 from rondo.launch.dashboard.samples import Wanted
 from rondo.launch.rundir import existing_run
@@ -250,10 +252,12 @@ def main(
                 f"--host must be loopback without --token-file, got {host}: {name}. Give a file of mode 0600"
             )
         await dashboard.http.start(listening)
+        alone = next(iter(dashboard.runs.values())).path if len(dashboard.runs) == 1 and tls is None else None
         try:
             known = "" if given else f"#token={token}"
             print(f"runs {', '.join(dashboard.runs)}: {dashboard.http.url}/{known}", flush=True)
-            await stopped.wait()
+            with contextlib.nullcontext() if alone is None else noted(alone, dashboard.http.url, token):
+                await stopped.wait()
         finally:
             await dashboard.close()
 

@@ -17,13 +17,18 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
 from rondo.launch.cli import main
+from rondo.launch.dashboard import behind
 from rondo.launch.dashboard.server import ASSETS, Dashboard
 from rondo.launch.rundir import RunDir
+from rondo.runtime.admin.endpoint import AdminServer
 from rondo.runtime.admin.server import bind
+from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError
 from tests.launch.dashboard.runs import HOSTILE, a_run, lines, of_step, sample
+from tests.runtime.admin.test_endpoint import RUN_TOKEN, Numbers
 
 TOKEN = "d" * 64
 
@@ -32,11 +37,11 @@ class Page:
     """Asks as the page does."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self._url, self._session = url, session
+        self.url, self._session = url, session
 
     async def ask(self, path: str, token: str | None = TOKEN, **query: Any) -> tuple[int, Any]:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        async with self._session.get(self._url + path, params=query, headers=headers) as answer:
+        async with self._session.get(self.url + path, params=query, headers=headers) as answer:
             return (
                 answer.status,
                 await answer.json() if answer.content_type == "application/json" else await answer.text(),
@@ -48,7 +53,7 @@ class Page:
         return told
 
     async def headers(self, path: str) -> Any:
-        async with self._session.get(self._url + path) as answer:
+        async with self._session.get(self.url + path) as answer:
             return answer.headers
 
 
@@ -199,6 +204,51 @@ async def test_on_another_address_everything_but_the_page_needs_the_token_file(t
         assert (await demo.ask("/", token=None))[0] == 200
         assert (await demo.ask("/api/runs", token=None))[0] == 401
         assert (await demo.ask("/api/runs/demo/samples", token="f" * 32))[0] == 200
+
+
+async def test_behind_the_admin_port_it_has_that_ports_tokens_and_its_death_is_a_503_there(tmp_path: Path) -> None:
+    run = a_run(tmp_path, steps=1)
+    admin = AdminServer(AdminConfig(), Numbers(), token=RUN_TOKEN)
+    behind.mount(admin, run)
+    await admin.start()
+    try:
+        async with aiohttp.ClientSession() as session:
+            port = Page(admin.url, session)
+            status, told = await port.ask("/ui/", token=None)
+            assert status == 503 and told["error"]["message"].startswith(
+                "a dashboard must show this run alone, got none"
+            )
+            async with page(run) as demo:
+                with behind.noted(run, demo.url, TOKEN):
+                    with behind.noted(run, "http://127.0.0.1:1", "another"):  # the first stays
+                        assert (await port.ask("/ui", token=None))[1] == (await demo.ask("/"))[1]
+                    assert "script-src 'self'" in (await port.headers("/ui/"))["Content-Security-Policy"]
+                    assert (await port.ask("/ui/assets/app.js", token=None))[1] == (await demo.ask("/assets/app.js"))[1]
+                    assert (await port.ask("/ui/api/runs", token=None))[1][0]["id"] == "demo"
+                    status, told = await port.ask("/ui/api/runs/demo/series", token=None, names="loss", points=5)
+                    assert (status, told["series"]["loss"]["x"]) == (200, [0])
+                    for path in ("samples", "group?row=0", "log?file=attempt_0/actor-0.1.log"):
+                        assert (await port.ask(f"/ui/api/runs/demo/{path}", token=None))[0] == 401
+                        assert (await port.ask(f"/ui/api/runs/demo/{path}", token=TOKEN))[0] == 401
+                        assert (await port.ask(f"/ui/api/runs/demo/{path}", token=RUN_TOKEN))[0] == 200
+                    assert (await port.ask("/ui/api/runs/demo/group", token=RUN_TOKEN, row="x"))[0] == 400
+                    other = (
+                        "demo%2Fsamples",
+                        "demo%2fsamples",
+                        "x/%2e%2e/demo/samples",
+                        "x/../demo/samples",
+                        "%2e%2e/series",
+                    )
+                    for path in other:
+                        place = URL(f"{admin.url}/ui/api/runs/{path}", encoded=True)
+                        async with session.get(place) as answer:
+                            assert answer.status in (400, 401, 404), path
+                assert (await port.ask("/ui/", token=None))[0] == 503  # nobody holds the note
+            with behind.noted(run, demo.url, TOKEN):  # somebody does, and does not answer
+                assert (await port.ask("/ui/", token=None))[0] == 503
+            assert (await port.ask("/livez"))[0] == 200
+    finally:
+        await admin.close()
 
 
 async def test_the_page_is_whole_and_asks_nobody_else(tmp_path: Path) -> None:
