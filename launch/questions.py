@@ -42,11 +42,13 @@ Status = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED"]
 
 
 def _goes_on(value: Any) -> Any:
-    """To another process. JSON from outside has integers of any size."""
+    """To another process, as it is. JSON from outside has integers of any size, and numbers that are none."""
     try:
-        orjson.dumps(value)
+        arrives = orjson.loads(orjson.dumps(value))
     except TypeError as error:
         raise ValueError("must hold integers of 64 bits at most, got a larger one. Send it as text") from error
+    if arrives != value:
+        raise ValueError("must hold finite numbers alone, got NaN or an infinite one. Send null, or text")
     return value
 
 

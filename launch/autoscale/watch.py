@@ -35,7 +35,8 @@ class Replicas:
 
 
 class Autoscaler:
-    """`replicas` says what is there, `scale` asks for so many with a reason, `tell` writes an event (kind, data)."""
+    """`replicas` says what is there, `scale` asks for so many with a reason, `tell` writes an event (kind, data). `most`:
+    how many there may be whatever the rules say; None where only room limits that."""
 
     def __init__(
         self,
@@ -44,8 +45,10 @@ class Autoscaler:
         scale: Callable[[int, str], object],
         tell: Callable[[str, Mapping[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        most: int | None = None,
     ) -> None:
-        self.rules, self.enabled = rules, True
+        self.rules, self.enabled, self._most = rules, True, most
         self.last: Decision | None = None
         self._replicas, self._scale, self._tell = replicas, scale, tell
         self._clock, self._began_at = clock, clock()
@@ -77,7 +80,12 @@ class Autoscaler:
             self._begin()
 
     def change(self, rules: AutoscaleConfig) -> None:
-        """Begin anew under other rules. ConfigError for what stays."""
+        """Begin anew under other rules. ConfigError for what stays, and for more replicas than there may be."""
+        if self._most is not None and rules.max_replicas > self._most:
+            raise ConfigError(
+                f"autoscale.max_replicas must be at most {self._most} on this machine while a run goes on, as for "
+                f"`rondo scale`, got {rules.max_replicas}. Send fewer, or resume the run with other settings"
+            )
         if rules.period_s != self.rules.period_s:
             raise ConfigError(
                 f"autoscale.period_s must stay while a run goes on, {self.rules.period_s:g}, got {rules.period_s:g}. "
@@ -143,6 +151,7 @@ def autoscaler(rules: AutoscaleConfig, scaler: Scaler, tell: Callable[[str, Mapp
         serving = frozenset(engine.engine_id for engine in scaler.engines(ROLE) if engine.healthy)
         return Replicas(view.replicas.get(ROLE, ()), serving, scaling=view.active is not None)
 
-    return Autoscaler(
-        rules, replicas, lambda target, reason: scaler.request(ROLE, target, reason=f"{ASKED}{reason}"), tell
-    )
+    def scale(target: int, reason: str) -> object:
+        return scaler.request(ROLE, target, reason=f"{ASKED}{reason}")
+
+    return Autoscaler(rules, replicas, scale, tell, most=scaler.most(ROLE))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -116,6 +117,8 @@ async def test_a_row_goes_to_a_replica_that_is_ready() -> None:
             {"prompt": "a", "metadata": {"b": 2**64}},
             {"prompt": [{"b": 2**64}]},
             {"row": {"b": [2**64]}},
+            {"row": {"b": [math.nan]}},
+            {"prompt": "a", "label": math.inf},
         ):
             assert (await ask("/predict", wrong))[0] == 400
         run.groups.clear()

@@ -8,6 +8,7 @@ from typing import Any
 from rondo.launch.autoscale.decide import AutoscaleConfig
 from rondo.launch.autoscale.routes import mount
 from rondo.launch.autoscale.watch import autoscaler
+from rondo.launch.machine import num_cores
 from rondo.runtime.admin.endpoint import AdminServer
 from rondo.runtime.config import AdminConfig
 from tests.launch.elastic.test_scaler import Rig
@@ -51,7 +52,7 @@ async def test_an_autoscaler_tells_of_itself_and_is_changed_with_the_runs_token_
         assert status == 200 and (rules["max_replicas"], rules["wait_out"]) == (2, 0.5) and rules == await get("config")
         for wrong in (
             {"max_replicas": 0}, {"min_replicas": 3}, {"period_s": 1.0}, {"max_engines": 3}, {"max_replicas": 2**64},
-            {"max_step": 2**64},
+            {"max_step": 2**64}, {"max_replicas": 8 * num_cores() + 1},
         ):  # fmt: skip
             status, failed = await does("PATCH", "config", **wrong)
             assert status == 400 and next(iter(wrong)) in failed["error"]["message"], failed
