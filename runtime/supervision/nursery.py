@@ -280,7 +280,7 @@ def _forked_for(supervisor: int) -> bool:
 
 
 def become(job: dict[str, Any]) -> NoReturn:
-    """Does a job as if this process had been started for it, but for its end: taking down all that was loaded costs a second."""
+    """Does a job as if this process had been started for it, but for its end (`_leave`)."""
     os.setsid()
     _write_to(os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
     os.environ.clear()
@@ -295,9 +295,14 @@ def become(job: dict[str, Any]) -> NoReturn:
         code = end.code or 0
     except BaseException:  # noqa: BLE001  # the log has it, and this process ends
         traceback.print_exc()
+    _leave(code if isinstance(code, int) else 1)
+
+
+def _leave(code: int) -> NoReturn:
+    """At once: taking down all that was loaded takes a second, in which who asks finds a process that answers nobody."""
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else 1)
+    os._exit(code)
 
 
 def _write_to(log: int) -> None:
@@ -324,16 +329,21 @@ def load(modules: Sequence[str]) -> None:
 def main() -> None:
     die_with_parent()
     sys.path.insert(0, str(Path.cwd()))
-    if sys.argv[1] == _JOB:
-        job = _job(*map(int, sys.argv[2].split(",")))
-        if job is not None:
-            job["environment"][NOT_FORKED] = sys.argv[3]
-    else:
-        load(sys.argv[2:])
-        with socket.socket(fileno=int(sys.argv[1])) as orders:
-            job = serve(orders)
+    try:
+        if sys.argv[1] == _JOB:
+            job = _job(*map(int, sys.argv[2].split(",")))
+            if job is not None:
+                job["environment"][NOT_FORKED] = sys.argv[3]
+        else:
+            load(sys.argv[2:])
+            with socket.socket(fileno=int(sys.argv[1])) as orders:
+                job = serve(orders)
+    except Exception:  # noqa: BLE001  # the log has it, and a new one takes its place
+        traceback.print_exc()
+        _leave(1)
     if job is not None:
         become(job)
+    _leave(0)
 
 
 if __name__ == "__main__":

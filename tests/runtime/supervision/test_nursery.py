@@ -215,6 +215,22 @@ async def test_a_job_that_is_killed_before_it_begins_fails_alone(tmp_path: Path)
         loop.remove_reader(theirs)
 
 
+def test_a_nursery_that_fails_is_gone_at_once_and_takes_down_nothing_that_it_has_loaded() -> None:
+    """Else it lives for seconds behind a socket that is closed, and the next start is lost to it."""
+    own = (
+        "import atexit; from rondo.runtime.supervision import nursery as own; "
+        "own.load = lambda modules: atexit.register(print, 'taken down'); own.main()"
+    )
+    ours, theirs = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with ours:
+        with theirs:
+            line = [sys.executable, "-c", own, str(theirs.fileno())]
+            failing = subprocess.Popen(line, pass_fds=[theirs.fileno()], stdout=-1, stderr=-1, text=True)
+        ours.send(b"no order")
+        out, told = failing.communicate(timeout=PATIENCE_S)
+    assert (failing.returncode, out) == (1, "") and "TypeError" in told
+
+
 if __name__ == "__main__":
     process.set_child_subreaper()
     asyncio.run(drive(Path(sys.argv[1])))
