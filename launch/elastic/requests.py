@@ -373,12 +373,13 @@ class Requests:
         return orders + self._undo(up, seen, now)
 
     def _stage(self, work: _Work, request: Request, seen: Seen) -> Status:
-        """How far the one is that is least far."""
+        """How far the one is that is least far. Loading has several sections, between which none goes back."""
         coming = [name for name in work.names if name not in work.up and name in seen]
         if any(not seen[name].registered or seen[name].state is State.ENDING for name in coming):
             return Status.CREATING
         work.loaded |= {name for name in coming if seen[name].loads}
-        if all(name in work.loaded and not seen[name].loads for name in coming):
+        far = request.status is Status.WEIGHT_SYNCING
+        if far or all(name in work.loaded and not seen[name].loads for name in coming):
             return Status.WEIGHT_SYNCING
         return Status.HEALTH_CHECKING
 
