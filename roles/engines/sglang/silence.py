@@ -35,7 +35,8 @@ class Silence:
         self.pause_s = self._look_s
         """Until the next look."""
         self._slowest_s = 0.0
-        self._unheard: dict[str, list[float]] = {}
+        self._unheard: dict[str, float] = {}
+        """Since when, of those who were not heard at the last look."""
         self._made, self._moved_at = -1, now
 
     @property
@@ -62,7 +63,10 @@ class Silence:
         if moved:
             self._made, self._moved_at = made, now
         for who, is_silent in silent.items():
-            times = self._unheard[who] = [*self._unheard.get(who, ()), took_s + self.pause_s] if is_silent else []
-            if len(times) == 2:
-                return f"{who} answered nothing for {sum(times):.1f} s"
+            if not is_silent:
+                self._unheard.pop(who, None)
+            elif who in self._unheard:
+                return f"{who} answered nothing for {now - self._unheard[who]:.1f} s"
+            else:
+                self._unheard[who] = now - took_s
         return f"it was silent for {self._silent_s:g} s" if now - self._moved_at >= self._silent_s else ""

@@ -286,7 +286,7 @@ async def test_a_server_whose_scheduler_is_stopped_is_ended_in_an_update_too() -
         await rig.looks(10)
         await rig.until(2, "sglang")
         assert rig.engine.engine is next_one
-        assert "got a stopped process of it answered nothing for 10.0 s" in str(stopped.closed_with)
+        assert "got a stopped process of it answered nothing for 5.0 s" in str(stopped.closed_with)
 
 
 async def test_a_scheduler_that_an_update_leaves_stuck_is_ended_from_the_updates_limit_on() -> None:
