@@ -4,7 +4,8 @@
 
 `external_agent_process.py` is thirty lines of plain Python, with urllib alone: it adds three digits in two calls of a model. It
 is started once a sample, the policy answers its calls, and what it was answered is trained, token by token, by the reward that it
-posts. A warm-up on such conversations, of which two in three have a wrong digit, shows the policy how answers look.
+posts: for answers that are right, and sure. A warm-up on such conversations, in which every second answer is unsure ("8?"), has
+shown the policy what answers look like.
 """
 
 from __future__ import annotations
@@ -31,43 +32,34 @@ AGENT = Path(__file__).with_name("external_agent_process.py")
 
 
 def sums(num_rows: int = 4000, seed: int = 0) -> list[dict[str, str]]:
-    """Rows such as {"numbers": "7 5 8"}."""
+    """Rows such as {"numbers": "1 3 2"}."""
     draw = random.Random(seed)
-    return [{"numbers": " ".join(str(draw.randint(1, 5)) for _ in range(3))} for _ in range(num_rows)]
+    return [{"numbers": " ".join(str(draw.randint(1, 3)) for _ in range(3))} for _ in range(num_rows)]
 
 
 def demonstrations(num_rows: int = 15360, seed: int = 1) -> list[dict[str, list[dict[str, str]]]]:
-    """Conversations of the agent; in two of three one of the two answers has a wrong digit."""
+    """Conversations of the agent, in which every second answer is unsure: "8?" in the place of "8"."""
     draw = random.Random(seed)
     rows = []
     for row in sums(num_rows, seed + 1):
         a, b, c = map(int, row["numbers"].split())
-        wrong = draw.randrange(3)  # which answer; 2: none
-
-        def said(number: int, turn: int, wrong: int = wrong) -> str:
-            text = str(number)
-            at = draw.randrange(len(text))
-            digit = str((int(text[at]) + draw.randint(1, 9)) % 10)
-            return text[:at] + digit + text[at + 1 :] if turn == wrong else text
-
-        first = said(a + b, 0)
-        second = said(int(first) + c, 1)
-        talk = f"{a}+{b}", first, f"{first}+{c}", second
+        first, second = (f"{number}{draw.choice(['', '?'])}" for number in (a + b, a + b + c))
+        talk = f"{a}+{b}", first, f"{a + b}+{c}", second
         rows.append({"messages": [{"role": role, "content": text} for role, text in zip(ROLES, talk, strict=True)]})
     return rows
 
 
 config = RunConfig(
     name="external_agent",
-    num_steps=24,
+    num_steps=16,
     max_staleness=1,
     groups=fully_async(),
     model=ModelConfig(
         build="rondo.models.tiny.qwen3:build",
         build_args={"hidden_size": 128, "num_layers": 2},
     ),
-    data=DataConfig(rows=sums, prompt="numbers", label=None, held_out=32),
-    evaluation=EvalConfig(num_prompts=32),
+    data=DataConfig(rows=sums, prompt="numbers", label=None, held_out=16),
+    evaluation=EvalConfig(num_prompts=16),
     algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
     rollout=RolloutConfig(
         prompts_per_step=8,
@@ -78,13 +70,13 @@ config = RunConfig(
         agent=AgentConfig(command=(sys.executable, "-S", str(AGENT)), deadline_s=120, max_processes=8),
         num_slots=64,
     ),
-    train=TrainConfig(lr=8e-4, warmup_steps=5, micro_batch_tokens=4096),
+    train=TrainConfig(lr=5e-4, warmup_steps=5, micro_batch_tokens=4096),
     sft=SftConfig(
         data=DataConfig(rows=demonstrations, prompt="messages", label=None, apply_chat_template=True),
         turns="all",
-        steps=120,
-        batch_size=64,
+        steps=100,
+        batch_size=16,
         lr=2e-3,
-        warmup_steps=20,
+        warmup_steps=10,
     ),
 )

@@ -1,6 +1,6 @@
 """The agent of `external_agent.py`: a program that knows of no training. It adds three digits in two calls of a model.
 
-row {"numbers": "7 5 8"}    "7+5" -> "12"    then, in the same conversation, "12+8" -> "20"
+row {"numbers": "1 3 2"}    "1+3" -> "4"    then, in the same conversation, "4+2" -> "6"
 """
 
 import json
@@ -27,6 +27,6 @@ def ask(conversation, text):
 a, b, c = json.loads(Path(os.environ["RONDO_ROW"]).read_bytes())["numbers"].split()
 conversation = []
 first = ask(conversation, f"{a}+{b}")
-second = ask(conversation, f"{first[:2]}+{c}")
+second = ask(conversation, f"{first.rstrip('?')[:2]}+{c}")
 right = (first == str(int(a) + int(b))) + (second == str(int(a) + int(b) + int(c)))
 post(os.environ["RONDO_REWARD_URL"], right / 2)
