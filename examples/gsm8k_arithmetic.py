@@ -40,11 +40,6 @@ def arithmetic(row: dict[str, str]) -> list[dict[str, str]]:
     ]
 
 
-def exact(response: str, label: str, *, prompt: str, metadata: dict[str, object]) -> float:
-    """1 for exactly the result."""
-    return float(response == label)
-
-
 def steps(rows: Iterable[dict[str, str]]) -> list[dict[str, str]]:
     """Every marked step of all rows, in the order of the file, as often as it comes."""
     return [step for row in rows for step in arithmetic(row)]
@@ -67,7 +62,7 @@ config = RunConfig(
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 128, "num_layers": 3}),
     data=DataConfig(path="gsm8k/train.jsonl", transform=steps, held_out=1000),
     evaluation=EvalConfig(num_prompts=1000),
-    reward=RewardConfig(function=exact),
+    reward=RewardConfig(function="exact"),
     algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.01, normalizer="token"),
     rollout=RolloutConfig(
         prompts_per_step=32, samples_per_prompt=8, max_prompt_tokens=8, max_new_tokens=8, num_slots=256

@@ -76,7 +76,8 @@ class RolloutRole:
         )  # fmt: skip
         self._progress = Progress(limits.deadline_s + (0 if config.genrm is None else config.genrm.longest_s))
         self._rewards = RewardPool(
-            limits.function, per=limits.per, components=limits.components, num_workers=limits.num_workers,
+            limits.function, by=limits.by, args=limits.args, per=limits.per, components=limits.components,
+            num_workers=limits.num_workers,
             deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s, judge=self._judge,
             weight=1.0 if config.genrm is None else config.genrm.weight,
         )  # fmt: skip

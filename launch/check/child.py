@@ -99,8 +99,8 @@ def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[],
         looking = asyncio.create_task(asyncio.to_thread(look_at_rows))
         try:
             async with RewardPool(
-                reward.function, per=reward.per, components=reward.components, deadline_s=reward.deadline_s,
-                load_deadline_s=load_s,
+                reward.function, by=reward.by, args=reward.args, per=reward.per, components=reward.components,
+                deadline_s=reward.deadline_s, load_deadline_s=load_s,
             ) as pool:  # fmt: skip
                 rows.extend(await looking)
                 tried: list[tuple[Row, Sequence[str]]] = [(row, _answers_to(row)) for row in rows]

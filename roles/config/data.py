@@ -9,11 +9,12 @@ import re
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from rondo.models.media.refs import Kind
 from rondo.roles.engines import ranges
-from rondo.runtime.section import FunctionRef, Section
+from rondo.roles.rewards import hub
+from rondo.runtime.section import FunctionRef, Section, nearest
 
 NewTokens = Annotated[int, AfterValidator(ranges.NEW_TOKENS.check)]
 Temperature = Annotated[float, AfterValidator(ranges.TEMPERATURE.check)]
@@ -201,16 +202,42 @@ class EvalConfig(EvalSet):
 NO_REWARD = "rondo.roles.rewards.function:no_reward"
 
 
+def _by_name(function: object) -> object:
+    """A name of the hub as its reference; a function or a reference as it is."""
+    if not isinstance(function, str) or ":" in function:
+        return function
+    if function not in hub.__all__:
+        raise ValueError(
+            f"must be a function, its reference 'module:function', or a reward with a name, got {function!r}. "
+            + nearest(function, hub.__all__)
+        )
+    return f"{hub.__name__}:{function}"
+
+
+Reward = Annotated[FunctionRef, BeforeValidator(_by_name)]
+"""A reward function: one of the hub's by its name, or the user's."""
+
+
 class RewardConfig(Section):
     """The reward function and the processes that run it."""
 
-    function: FunctionRef
-    """`def reward(response: str, label, *, prompt, metadata) -> float | dict`; a dict holds "score" and what to log. It
+    function: Annotated[
+        Annotated[Reward, Tag("one")] | Annotated[dict[str, Reward], Tag("several")],
+        Discriminator(lambda given: "several" if isinstance(given, dict) else "one"),
+    ]
+    """One of the hub's by its name (docs/rewards.md has them), or a function of your own. Several, by names of yours, are
+    components that `components` weighs; with `by` each row has one of them.
+
+    `def reward(response: str, label, *, prompt, metadata) -> float | dict`; a dict holds "score" and what to log. It
     may ask for `finish_reason`, `num_tokens` and `max_new_tokens` by name too. An `async def` is awaited in the rollout process,
     for all responses beside each other."""
     per: Literal["response", "group"] = "response"
     """'group': the function is given a list of the responses of a whole prompt group, and lists of what it asks for, and returns
     a list of as many scores. What fails there fails for all of them."""
+    by: str | None = None
+    """What in a row's metadata names its function; "*" is the name of that of all other rows."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further parameters of the functions, by name: each is given those that it has."""
     components: dict[str, float] = Field(default_factory=dict)
     """Numbers that the dict holds, with their weights: without a "score" their weighted sum is it. `algorithm.name` 'gdpo'
     compares each of them by itself."""
@@ -226,6 +253,17 @@ class RewardConfig(Section):
     """How often a prompt group is given out again whose row cannot be used; one more failure puts it into quarantine."""
 
     def refused(self) -> Iterator[str]:
+        if isinstance(self.function, str):
+            if self.by is not None:
+                yield f"reward.by must choose among several reward.function by name, got one and {self.by!r}. Remove it"
+        elif not self.function or "score" in self.function:
+            yield f"reward.function must have functions by names other than 'score', got {list(self.function)}. Name them"
+        elif self.by is None and self.function.keys() != self.components.keys():
+            yield (
+                "reward.components must weigh each of reward.function, "
+                f"{', '.join(self.function)}, got weights of {', '.join(self.components) or 'none'}. "
+                "A weight of 0 writes down what counts for nothing; or set reward.by"
+            )
         if self.overlong_tokens is None and self.overlong_penalty != 1:
             yield (
                 "reward.overlong_tokens must be set with reward.overlong_penalty, got only overlong_penalty "

@@ -77,14 +77,17 @@ class Judge(Protocol):
 
 
 class RewardPool:
-    """`function`, in `num_workers` processes where it is a plain one. `per` "group": it is given all items of a call at once.
+    """`function`, or several, in `num_workers` processes where any is a plain one; `by`, `args` and `components` as in
+    `RewardConfig`. `per` "group": they are given all items of a call at once.
     `judge`: asked beside it, whose score is added so many times (`weight`); it is opened and closed with this. All methods belong
     to one event loop, on the main thread."""
 
     def __init__(
         self,
-        function: str,
+        function: str | Mapping[str, str],
         *,
+        by: str | None = None,
+        args: Mapping[str, Any] = MappingProxyType({}),
         per: Literal["response", "group"] = "response",
         components: Mapping[str, float] = MappingProxyType({}),
         num_workers: int = 1,
@@ -97,7 +100,13 @@ class RewardPool:
         self._judge, self._weight = judge, weight
         self._function = UserFunction(
             "rondo.roles.rewards.worker:open_function",
-            {"function": function, "per": per, "components": dict(components)},
+            {
+                "function": function if isinstance(function, str) else dict(function),
+                "per": per,
+                "components": dict(components),
+                "by": by,
+                "args": dict(args),
+            },
             work="reward",
             source="reward.function",
             num_workers=num_workers,

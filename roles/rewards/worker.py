@@ -60,20 +60,57 @@ def in_worker(open_function: str, settings: Mapping[str, Any]) -> Callable[[Any]
 
 
 def open_function(
-    function: str, per: str = "response", components: Mapping[str, float] = MappingProxyType({})
+    function: str | Mapping[str, str],
+    per: str = "response",
+    components: Mapping[str, float] = MappingProxyType({}),
+    by: str | None = None,
+    args: Mapping[str, Any] = MappingProxyType({}),
 ) -> Opened:
-    """The function that scores one item, of one response or of a group's. `components`: what its dicts must hold, with weights.
-    ConfigError for one that cannot be called so."""
+    """The function that scores one item, of one response or of a group's; or several, each a component by its name or, with `by`,
+    the one that this metadata names. `components`: what their dicts must hold, with weights. `args`: of the functions that have
+    such parameters. ConfigError for one that cannot be called so."""
+    named = {"": function} if isinstance(function, str) else function
+    parts = {name: _open_one(each, per, args) for name, each in named.items()}
+    calls = {name: part.call for name, part in parts.items()}
+    if isinstance(function, str):
+        call = calls[""]
+    else:
+        from rondo.roles.rewards.several import chosen, together  # which imports this module
+
+        per_group = per == "group"
+        call = (
+            together(calls, _checked_group if per_group else _checked, per_group) if by is None else chosen(calls, by)
+        )
+    if unknown := args.keys() - {name for part in parts.values() for name in part.taken}:
+        raise ConfigError(
+            f"reward.args must name parameters of reward.function, got {', '.join(sorted(unknown))}. Correct the name, or add "
+            "the parameter"
+        )
+    check = functools.partial(scored if per == "response" else scored_group, components=components)
+    return Opened(call, check, all(part.is_async for part in parts.values()))
+
+
+class _Part(NamedTuple):
+    """One function of the user's; `taken`: those of `reward.args` that it is given."""
+
+    call: Callable[[list[Any]], Any]
+    is_async: bool
+    taken: frozenset[str]
+
+
+def _open_one(function: str, per: str, args: Mapping[str, Any]) -> _Part:
     reward = load_reference(function, "reward.function")
     if inspect.isclass(reward):
         raise ConfigError(
             f"reward.function must be a function, got the class {function}. Give it a `def` that makes or uses an object of it"
         )
     names: list[str] = []
+    own: dict[str, Any] = {}
     try:
         signature = inspect.signature(reward)
         names = [name for name in ASKED_FOR if _takes(signature, name)]
-        signature.bind("", "", prompt="", metadata={}, **dict.fromkeys(names))
+        own = {name: value for name, value in args.items() if _takes(signature, name)}
+        signature.bind("", "", prompt="", metadata={}, **dict.fromkeys(names), **own)
     except TypeError as error:
         raise ConfigError(
             f"reward.function must take ({per if per == 'response' else 'responses'}, label, *, prompt, metadata), got "
@@ -85,11 +122,9 @@ def open_function(
     def score(item: list[Any]) -> Any:
         response, label, prompt, metadata, told = item
         more = {name: value for name, value in zip(ASKED_FOR, told, strict=True) if name in names}
-        return reward(response, label, prompt=prompt, metadata=metadata, **more)
+        return reward(response, label, prompt=prompt, metadata=metadata, **more, **own)
 
-    is_async = inspect.iscoroutinefunction(reward)
-    check = scored if per == "response" else scored_group
-    return Opened(score, functools.partial(check, components=components), is_async)
+    return _Part(score, inspect.iscoroutinefunction(reward), frozenset(own))
 
 
 def _takes(signature: inspect.Signature, name: str) -> bool:
@@ -101,11 +136,7 @@ def _takes(signature: inspect.Signature, name: str) -> bool:
 
 def scored_group(values: Any, components: Mapping[str, float] = MappingProxyType({})) -> Encoded:
     """[[score, details], ...] of what a reward function returned for a prompt group."""
-    if not hasattr(values, "__iter__") or isinstance(values, str | dict):
-        raise RewardError(
-            f"reward must return a list of one score a response, got {_shown(values)}. Or set reward.per to 'response'"
-        )
-    return encode([_checked(value, components) for value in values])
+    return encode(_checked_group(values, components))
 
 
 def scored(value: Any, components: Mapping[str, float] = MappingProxyType({})) -> Encoded:
@@ -113,7 +144,15 @@ def scored(value: Any, components: Mapping[str, float] = MappingProxyType({})) -
     return encode(_checked(value, components))
 
 
-def _checked(value: Any, components: Mapping[str, float]) -> list[Any]:
+def _checked_group(values: Any, components: Mapping[str, float] = MappingProxyType({})) -> list[Any]:
+    if not hasattr(values, "__iter__") or isinstance(values, str | dict):
+        raise RewardError(
+            f"reward must return a list of one score a response, got {_shown(values)}. Or set reward.per to 'response'"
+        )
+    return [_checked(value, components) for value in values]
+
+
+def _checked(value: Any, components: Mapping[str, float] = MappingProxyType({})) -> list[Any]:
     """[score, details]. RewardError for what is no finite number."""
     details: dict[Any, Any] = {}
     if components:

@@ -1,0 +1,64 @@
+"""DAPO's reward: the last "Answer: ..." of a response, and the label, brought to one form and compared as text.
+
+Owns that form: what Minerva (Lewkowycz et al. 2022, arXiv 2206.14858, appendix D.1) takes out of answers and puts in others'
+places. Imports the standard library alone.
+
+    dapo("So x = 42.\\nAnswer: $42$", "42", prompt="...", metadata={})    ->   {"score": 1.0, "accuracy": 1.0, "said": "42"}
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rondo.roles.rewards.hub.answers import right_answers
+
+_LOOKED_AT = 300
+"""Characters at the end of a response. The longest answer of MATH-500 has 159."""
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+_REPLACED = (
+    ("an ", ""), ("a ", ""), (".$", "$"), ("\\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text"), (",\\text{and}", ","),
+    ("\\text{and}", ","), ("\\text{m}", "\\text{}"),
+)  # fmt: skip
+_REMOVED = (
+    "square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", "\\ldots", "sue", "points", "feet",
+    "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students", "childrentickets",
+    "multiples", "\\text{s}", "\\text{.}", "\\text{}^2", "\\text{}^3", "\\text{}", "\\mathrm{th}", "^\\circ", "^{\\circ}",
+    "\\;", ",\\!", "{,}", '"', "\\dots", "<|im_end|>", "<|endoftext|>",
+)  # fmt: skip
+_FIRST_MATH = re.compile(r"\$(.*?)\$")
+_UNWRAPPED = re.compile(r"\\(?:text|textbf|overline)\{(.*?)\}")
+_BOXED = re.compile(r"\\boxed\{(.*)\}")
+_FRACTION = re.compile(r"frac([^{])(.)")
+_ROOT = re.compile(r"sqrt([^{])")
+
+
+def dapo(response: str, label: Any, *, prompt: Any, metadata: Any) -> dict[str, Any]:
+    """1 for a right answer, else -1 (Yu et al. 2025, arXiv 2503.14476); `accuracy` is 1 or 0."""
+    found = _ANSWER.findall(response[-_LOOKED_AT:])
+    said = normalized(found[-1]) if found else None
+    right = said is not None and said in map(_whole, map(normalized, right_answers(label)))
+    return {"score": 1.0 if right else -1.0, "accuracy": float(right), "said": said}
+
+
+def normalized(answer: str) -> str:
+    """An answer in Minerva's form: what stands behind "=", without units, spaces and wrappers."""
+    text = answer.rpartition("=")[2]
+    for before, after in _REPLACED:
+        text = text.replace(before, after)
+    for gone in _REMOVED:
+        text = text.replace(gone, "")
+    if (found := _FIRST_MATH.search(text)) is not None:
+        text = found[1]
+    text = _BOXED.sub(r"\1", _UNWRAPPED.sub(r"\1", text))
+    text = _ROOT.sub(r"sqrt{\1}", _FRACTION.sub(r"frac{\1}{\2}", text)).replace("$", "")
+    bare = text.replace(",", "")
+    return (bare if bare.isdigit() else text).strip()
+
+
+def _whole(label: str) -> str:
+    """DAPO's answers are integers, some of which are written as 42.0."""
+    try:
+        return str(int(float(label))) if float(label).is_integer() else label
+    except (ValueError, OverflowError):
+        return label

@@ -1,0 +1,129 @@
+"""The reward hub: its checkers say what their sources say, and none is held up by an answer."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.rewards_cases import DIFFERS, PUBLISHED, Case
+from benchmarks.rewards_hostile import hostile
+from rondo.roles.config.data import RewardConfig
+from rondo.roles.rewards import hub
+from rondo.roles.rewards.hub import symbolic
+from rondo.roles.rewards.worker import open_function
+from rondo.runtime.errors import ConfigError
+
+DOCS = Path(__file__).parents[3] / "docs" / "rewards.md"
+
+
+def scored(name: str, response: str, label: Any, metadata: dict[str, Any] | None = None, **args: Any) -> float:
+    value = getattr(hub, name)(response, label, prompt="", metadata=metadata or {}, **args)
+    return float(value["score"] if isinstance(value, dict) else value)
+
+
+def differs(name: str, case: Case) -> bool:
+    return scored(name, case.response, case.label, case.metadata, **case.args) != pytest.approx(case.theirs)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_checker_says_what_its_source_says_but_where_the_table_says_why_not(name: str) -> None:
+    assert [case.response for case in PUBLISHED[name] if differs(name, case)] == list(DIFFERS.get(name, {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "label", "args", "score"),
+    [
+        ("exact", " 72\n", "72", {}, 1),
+        ("exact", "72", 72, {}, 1),
+        ("exact", "it is 72", "72", {}, 0),
+        ("exact", "yes", ["no", "yes"], {}, 1),
+        ("exact", "<answer>7</answer> <answer> 8 </answer>", "8", {"inside": "answer"}, 1),
+        ("exact", "8", "8", {"inside": "answer"}, 0),
+        ("boxed", "\\boxed{1} and \\fbox{ \\frac{1}{2} }", "\\frac12", {}, 0),
+        ("boxed", "\\boxed{1} and \\fbox{ \\frac{1}{2} }", "\\frac{1}{2}", {}, 1),
+        ("boxed", "\\boxed{72", "72", {}, 0),
+        ("f1", "So <answer>the cat</answer>", ["dog", "cat"], {"inside": "answer"}, 1),
+        ("f1", "cat", "cat", {"inside": "answer"}, 0),
+        ("gsm8k", "#### 72", "6 * 12 = <<6*12=72>>72\n#### 72", {}, 1),
+        ("math", "\\boxed{0.5}", ["7", "\\frac{1}{2}"], {}, 1),
+        ("tags", "<think>x</think>\n<answer>y</answer>\n", None, {}, 1),
+        ("tags", "<think>x</think><answer></answer>", None, {}, 0),
+        ("tags", "<think>x</think>y<answer>y</answer>", None, {}, 0),
+        ("tags", "<think><think>x</think><answer>y</answer>", None, {}, 0),
+        ("tags", "<think>x</think><answer>y</answer><answer>z</answer>", None, {}, 0),
+        ("tags", "<a>x</a>", None, {"names": ["a"]}, 1),
+        ("format", "yes\nno", None, {"pattern": "y.*o"}, 1),
+        ("format", "yes no?", None, {"pattern": "y.*o"}, 0),
+    ],
+)
+def test_what_text_and_form_are_worth(name: str, response: str, label: Any, args: dict[str, Any], score: float) -> None:
+    assert scored(name, response, label, **args) == score
+
+
+def test_chance_is_the_same_for_the_same_row_and_response_and_as_often_as_it_is_said() -> None:
+    drawn = [scored("random", str(n), "72", chance=0.3) for n in range(2000)]
+    assert drawn == [scored("random", str(n), "72", chance=0.3) for n in range(2000)]
+    assert 0.27 < sum(drawn) / 2000 < 0.33
+
+
+LARGE = (
+    "9^{9^{9^9}}", "((9^{999})^{999})^{999}", "2^{99999*99999}", "(10^9)!", "9!!!", "99999999!", "\\binom{99999999}{4999999}",
+    "{" * 5000 + "7" + "}" * 5000, "7" * 100_000, "\\frac" * 20_000, "\x00\x1b[31m72", "\ud800", "10^{99999999}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["\\boxed{{{}}}", "It is ${}$", "{}"])
+def test_what_is_too_large_to_compute_is_not_equal_at_once(form: str) -> None:
+    begun = time.thread_time()
+    assert [answer[:20] for answer in LARGE if scored("math", form.format(answer), "72")] == []
+    assert time.thread_time() - begun < 5
+    assert scored("math", "\\boxed{9^{9^{9^9}}}", "9^{9^{9^9}}") == 1  # the same text
+
+
+def test_what_takes_too_long_is_not_equal_and_leaves_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = "(x+y+z+1)^{9}(x-y+582)^{88}"
+    monkeypatch.setattr(symbolic, "_PROCESSOR_S", 0.2)
+    begun = time.thread_time()
+    assert scored("math", f"\\boxed{{{slow}}}", "72") == 0
+    assert time.thread_time() - begun < 5  # without a limit it is a minute
+    assert symbolic.signal.getitimer(symbolic.signal.ITIMER_VIRTUAL)[0] == 0
+    assert scored("math", "\\boxed{1/2}", "0.5") == 1
+
+
+@pytest.mark.parametrize(
+    "name", sorted({*PUBLISHED, "exact", "boxed", "tags"} - {"math", "deepscaler", "geo3k", "openr1mm"})
+)
+def test_no_answer_raises_or_holds_a_checker_up(name: str) -> None:
+    begun = time.thread_time()
+    scores = {scored(name, response, label) for _, response, label in hostile(220)}
+    assert min(scores) >= -1 and max(scores) <= 1 and time.thread_time() - begun < 5
+
+
+def test_a_config_names_a_reward_and_an_unknown_name_gets_the_nearest() -> None:
+    assert RewardConfig(function="math").function == "rondo.roles.rewards.hub:math"
+    assert RewardConfig(function=hub.math).function == "rondo.roles.rewards.hub.symbolic:math"
+    with pytest.raises(ValueError, match=r"a reward with a name, got 'maths'\. Did you mean 'math'\?"):
+        RewardConfig(function="maths")
+    with pytest.raises(ValueError, match="Known: boxed, dapo, deepscaler, exact"):
+        RewardConfig(function={"right": "something", "form": "tags"})
+    for name in hub.__all__:
+        open_function(RewardConfig(function=name).function)
+
+
+def test_without_its_package_a_checker_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    monkeypatch.delitem(sys.modules, symbolic.__name__)
+    with pytest.raises(ConfigError, match=r"math-verify must be installed .* Run: pip install 'rondo-rl\[rewards\]'"):
+        open_function("rondo.roles.rewards.hub:math")
+
+
+def test_the_page_has_every_reward_and_its_settings_are_taken() -> None:
+    text = DOCS.read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE)) == set(hub.__all__)
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        exec(compile(block, str(DOCS), "exec"), {"__name__": "__main__"})
