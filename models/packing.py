@@ -49,9 +49,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sequence:
-    """`tokens`, integers [T], of which the last `response` are scored; 0 <= response < T. `media` are those of the prompt,
-    whose placeholders are among the tokens. `experts`, integers [T - 1, layers, top_k], are those that an engine sent all tokens
-    but the last one to; None or empty where it told none."""
+    """`tokens`, integers [T], of which the last `response` are scored; 0 <= response < T. `media` are those of the prompt, and
+    of turns behind it, whose placeholders are among the tokens. `experts`, integers [T - 1, layers, top_k], are those that an
+    engine sent all tokens but the last one to; None or empty where it told none."""
 
     tokens: np.ndarray
     response: int
@@ -208,7 +208,7 @@ def pack(
     long as the longest sequence, one sequence a row unless `share_rows`.
 
     `multimodal` makes positions on four axes. `dummy` is one more sequence that nobody sees in the results. `placeholders` are
-    tokens that stand for features in prompts with media, and nowhere else. With `behind`, for values alone, `positions` are one
+    tokens that stand for features where media lie, and nowhere else. With `behind`, for values alone, `positions` are one
     more of each sequence than its targets: that of its last token. Raises ConfigError for no sequences, a response that
     leaves no prompt, or experts of other tokens.
     """
@@ -239,9 +239,11 @@ def pack(
         input_ids[here], counted[here] = sequence.tokens[begin:end], sequence is not dummy
         positions_AN[:, here] = _axes(sequence)[:, begin:end] if multimodal else np.arange(begin, end)
         routes.append((None if sequence.experts is None else sequence.experts[begin:end], start))
-        if sequence.media is not None and begin == 0:
-            features[start : start + sequence.media.positions.shape[1]] = True
-            media.append((start, sequence.media))
+        for at, part in sequence.media.placed if sequence.media is not None else ():
+            if begin <= at < end:
+                place, last = start + at - begin, start + end - begin
+                features[place : min(place + part.positions.shape[1], last)] = True
+                media.append((place, part))
     positions, targets = [np.arange(0)], [np.arange(0)]
     for sequence, own in zip(sequences, lies_in, strict=False):
         first, last = len(sequence.tokens) - sequence.response - 1, len(sequence.tokens) - (not behind)
@@ -287,8 +289,9 @@ def _segments(
     for sequence in sequences:
         last = len(sequence.tokens) - (sequence.response > 0 and not behind)
         begin = len(sequence.tokens) - sequence.response
-        if sequence.media is not None and sequence.media.positions.shape[1] > begin:
-            begin = last  # media lie in what answers: nothing of it is shared
+        placed = () if sequence.media is None else sequence.media.placed
+        if any(at < begin < at + part.positions.shape[1] for at, part in placed):
+            begin = last  # media lie across where the answer begins: nothing of it is shared
         key = _same(sequence, begin)
         if key not in prompts:
             prompts[key] = len(segments)
@@ -302,7 +305,8 @@ def _segments(
 
 def _same(sequence: Sequence, begin: int) -> Hashable:
     """What two sequences have in common whose first `begin` tokens are computed alike."""
-    media = None if sequence.media is None else sequence.media.key
+    placed = () if sequence.media is None else sequence.media.placed
+    media = tuple((at, part.key) for at, part in placed if at < begin)
     experts = None if sequence.experts is None else sequence.experts[:begin].tobytes()
     return np.asarray(sequence.tokens[:begin], np.int64).tobytes(), media, experts
 

@@ -28,14 +28,15 @@ from rondo.models.config import MeshConfig, ModelConfig
 from rondo.models.load import DTYPES
 from rondo.models.logprobs import Scores, response_scores
 from rondo.models.lora import load_published
-from rondo.models.media.inputs import MediaInputs
+from rondo.models.media.inputs import MediaInputs, with_turns
 from rondo.models.mesh import Mesh
 from rondo.models.packing import Sequence as Packable
 from rondo.models.parallel import compute_in
 from rondo.models.routing import Heard, Routing, enable_replay
 from rondo.roles.algorithms.teachers import NONE
 from rondo.roles.job import Job, groups_of, open_job, timed
-from rondo.roles.streams import LIKELIEST, ROUTED
+from rondo.roles.shown import read
+from rondo.roles.streams import LIKELIEST, ROUTED, SHOWN
 from rondo.roles.training.backend import open_model
 from rondo.roles.training.group_versions import follow_together
 from rondo.runtime.waits import totals, waiting
@@ -149,8 +150,9 @@ def _compared(told: torch.Tensor | None, found: Scores) -> tuple[torch.Tensor, t
 
 
 def media_of(row: Row) -> MediaInputs | None:
-    """The media of a sample's prompt, as views into the ring that last as long as the row's."""
-    return None if row.media is None else MediaInputs(row.media_key, row.media)
+    """The media of a sample, its prompt's and its turns', as views into the ring that last as long as the row's."""
+    prompt = None if row.media is None else MediaInputs(row.media_key, row.media)
+    return with_turns(prompt, read(row.array(SHOWN))) if SHOWN in row.columns else prompt
 
 
 class ForwardRole:

@@ -125,7 +125,7 @@ class RolloutRole:
                     params = groups.params(config.rollout.temperature)
                     self._evaluator = Evaluator(
                         config, held_out, tokenizer, stops, self._rewards, groups.prepare, params, workflow,
-                        ctx.run_dir / "samples", self.keeps_all,
+                        None if media is None else media.behind, ctx.run_dir / "samples", self.keeps_all,
                     )  # fmt: skip
             async with replica.follow() as first:
                 await first.wait()

@@ -3,7 +3,7 @@
 Owns the table of fields as streams of the bus. Does not own what a column means: the roles do. Light: no torch.
 
     rollout: tokens loss_mask rollout_log_probs policy_versions, with train.router_replay "r3" routed_experts
-       |    (media of the prompt: once a group, for all who run a model)
+       |    (media of the prompt: once a group, for all who run a model; those of later turns with the sample: turn_media)
        |--> actor_fwd: log_probs, log_probs_version, with "r2" routed_experts  (only where it gives old log-probs)
        |--> reference: ref_log_probs  (only where loss or reward has a KL term)
        |--> teacher: teacher_log_probs, or with distillation.top_k compared_ids compared_log_probs  (only with distillation)
@@ -40,9 +40,11 @@ LIKELIEST = "likeliest"
 """int32 [R, K]: the policy's likeliest tokens, for a teacher to tell of."""
 COMPARED = ("compared_ids", "compared_log_probs")
 """int32 and float32 [R, K]: tokens whose log-probs a teacher tells, and these; NONE for no token."""
+SHOWN = "turn_media"
+"""uint8 [bytes]: the media of turns behind the prompt, where samples may be shown some (`shown.py`)."""
 CONTEXT = "teacher_prompt"
 """int32 [T]: what a sample's teacher sees in the place of its prompt; of no token where that is the same."""
-ROLLOUT_COLUMNS = (*BASE_COLUMNS, ROUTED, PARTS, TURNS, TEACHER, CONTEXT)
+ROLLOUT_COLUMNS = (*BASE_COLUMNS, ROUTED, PARTS, TURNS, TEACHER, CONTEXT, SHOWN)
 """All that rollout may write of a sample."""
 
 
@@ -55,6 +57,7 @@ def base_columns(config: JobConfig) -> tuple[str, ...]:
         TURNS: config.algorithm.by_turn,
         TEACHER: taught is not None and bool(taught.teachers),
         CONTEXT: taught is not None and taught.context is not None,
+        SHOWN: turn_bytes(config) > 0,
     }
     return (*BASE_COLUMNS, *(name for name, there in more.items() if there))
 
@@ -75,12 +78,13 @@ def streams_of(config: JobConfig, roles: Collection[str], routed_bytes: int = 0)
     made = ("advantages", "returns") if valued else ("advantages",)
     streams = [Stream("advantages", ("loss_mask", *(name for name in seen if seen[name])), made, whole_groups=True)]
     inputs = [*(name for name in base if name not in (PARTS, TURNS, *whose)), "advantages"]
+    shown = tuple(name for name in base if name == SHOWN)
     told = (ROUTED,) if config.train.router_replay == "r3" else ()
     tells = (ROUTED,) if config.train.router_replay == "r2" else ()
     for role, sees, columns in (
-        ("actor_fwd", ("tokens", "policy_versions", *told), ("log_probs", "log_probs_version", *tells, *asks)),
-        ("reference", ("tokens",), (REFERENCE_COLUMN,)),
-        ("teacher", ("tokens", *whose, *asks), COMPARED if num_compared else ("teacher_log_probs",)),
+        ("actor_fwd", ("tokens", "policy_versions", *shown, *told), ("log_probs", "log_probs_version", *tells, *asks)),
+        ("reference", ("tokens", *shown), (REFERENCE_COLUMN,)),
+        ("teacher", ("tokens", *shown, *whose, *asks), COMPARED if num_compared else ("teacher_log_probs",)),
     ):
         if role in roles:
             wide = {name: routed_bytes for name in tells if name in columns}
@@ -101,13 +105,13 @@ def streams_of(config: JobConfig, roles: Collection[str], routed_bytes: int = 0)
     streams.append(actor)
     if "critic" in roles:
         columns = (*valued, "values_version")
-        streams.append(Stream(VALUES, ("tokens",), columns, media=True, fixed=config.deterministic))
+        streams.append(Stream(VALUES, ("tokens", *shown), columns, media=True, fixed=config.deterministic))
         # Values are of committed weights alone: all of a step must have theirs before its first update. Where generation and
         # training take turns, neither begins before the other's end.
         whole_step = train.optimizer_steps_per_batch * config.critic_epochs > 1 or config.max_staleness == 0
         critic = Stream(
-            "critic", ("tokens", VALUES, "returns", "policy_versions"), kind="train", whole_step=whole_step, media=True,
-            fixed=config.deterministic, mini_batches=train.optimizer_steps_per_batch, passes=config.critic_epochs,
+            "critic", ("tokens", VALUES, "returns", "policy_versions", *shown), kind="train", whole_step=whole_step,
+            media=True, fixed=config.deterministic, mini_batches=train.optimizer_steps_per_batch, passes=config.critic_epochs,
         )  # fmt: skip
         streams.append(critic)
     return tuple(streams)
@@ -123,6 +127,11 @@ def media_bytes(config: JobConfig) -> int:
     if config.media is None:
         return 0
     return config.media.max_group_bytes + worst_case_bytes(1, [(name, 1, ALIGN_BYTES) for name in ARRAYS])
+
+
+def turn_bytes(config: JobConfig) -> int:
+    """The most that the media of one sample's later turns take, in bytes; 0 where these are text."""
+    return 0 if config.media is None else config.media.max_turn_bytes
 
 
 def row_bytes(config: JobConfig, routed_bytes: int = 0) -> int:
@@ -143,6 +152,8 @@ def row_bytes(config: JobConfig, routed_bytes: int = 0) -> int:
         columns.append((ROUTED, routed_bytes, prompt + response))
     if config.algorithm.by_turn:
         columns.append((TURNS, 4, response))
+    if turn_bytes(config):
+        columns.append((SHOWN, 1, turn_bytes(config)))
     if config.num_parts:
         columns.append((PARTS, 4, config.num_parts))
     return worst_case_bytes(config.rollout.max_rows, columns)

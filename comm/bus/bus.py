@@ -60,7 +60,7 @@ class Row:
 
     @property
     def length(self) -> int:
-        """Tokens, prompt and response."""
+        """Tokens, prompt and response, and what encoders take of media of its own."""
         return self._held.info[self._number][0]
 
     @property

@@ -33,8 +33,8 @@ Extent = list[Any]  # [columns, part, first sample, how many samples, place of t
 
 
 INFO = ("length", "response", "reward", "oldest", "newest", "finish")
-"""What is said of a row: tokens, tokens of the response, reward (None: it failed), the oldest and newest policy version of its
-tokens, and how the response ended, as its place in `FINISHES`."""
+"""What is said of a row: tokens (and what encoders take of media of its own), tokens of the response, reward (None: it failed),
+the oldest and newest policy version of its tokens, and how the response ended, as its place in `FINISHES`."""
 LENGTH, RESPONSE, REWARD, OLDEST, NEWEST, FINISH = range(len(INFO))
 FINISHES = ("stop", "length", "aborted")
 """By itself, at the limit of its length, or by somebody."""

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from rondo.models.families import family_of
-from rondo.models.media.inputs import MediaInputs, Modality
+from rondo.models.media.inputs import MediaInputs, Modality, joined_sounds
 from rondo.runtime.errors import ConfigError
 
 _VISION: dict[Modality, tuple[str, str]] = {
@@ -57,6 +57,7 @@ def collate(model: Any, media: Sequence[MediaInputs], *, device: torch.device | 
     """The media of the sequences of a batch, in the order in which they lie there. ConfigError for a model of text alone."""
     if not media:
         return MediaBatch()
+    media = [part for item in media for _, part in item.placed]
     family = family_of(model)
     if family is None:
         raise ConfigError(
@@ -73,7 +74,7 @@ def collate(model: Any, media: Sequence[MediaInputs], *, device: torch.device | 
         unique, at = list(places.values()), {key: i for i, key in enumerate(places)}
         if modality == "audio":
             assert family.sound_tokens is not None
-            features, mask = _sound(unique)
+            features, mask = joined_sounds(unique)
             arguments |= {"input_features": _tensor(features, device), "feature_attention_mask": _tensor(mask, device)}
             counts = [int(family.sound_tokens(model.config, _frames(item)).sum()) for item in unique]
             grid = None
@@ -171,18 +172,6 @@ def _hooks(passes: list[_Pass]) -> tuple[Any, Any]:
         return output
 
     return narrow, widen
-
-
-def _sound(items: Sequence[MediaInputs]) -> tuple[np.ndarray, np.ndarray]:
-    """Features [audios, mel bins, F] and masks [audios, F] of all items, padded to the longest."""
-    longest = max(item.arrays["input_features"].shape[2] for item in items)
-
-    def padded(array: np.ndarray) -> np.ndarray:
-        return np.pad(array, [(0, 0)] * (array.ndim - 1) + [(0, longest - array.shape[-1])])
-
-    features = np.concatenate([padded(item.arrays["input_features"]) for item in items])
-    masks = np.concatenate([padded(item.arrays["feature_attention_mask"]) for item in items])
-    return features, masks
 
 
 def _frames(item: MediaInputs) -> np.ndarray:

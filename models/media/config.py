@@ -66,6 +66,8 @@ class MediaConfig(Section):
     """What the media of one prompt may take; then the worker is killed and the row counts as failed."""
     max_group_bytes: int = Field(32 << 20, ge=1 << 10)
     """Of the processed media of one prompt; so much room is reserved for each prompt group in its ring."""
+    max_turn_bytes: int = Field(0, ge=0)
+    """The same of what environments and workflows show one sample behind its prompt, reserved for each sample; 0: text alone."""
 
     def refused(self) -> Iterator[str]:
         for low, high in (

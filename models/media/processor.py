@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -53,6 +53,22 @@ class _Decoded:
     """In the order of their placeholders."""
     video_of_sound: list[int | None]
     """Of each sound: the video that it belongs to, or None for an audio."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What the processed media of a prompt, or of a turn, may take."""
+
+    num_bytes: int
+    of: Literal["group", "turn"]
+
+    def check(self, num_bytes: int, refs: Sequence[MediaRef]) -> None:
+        if num_bytes > self.num_bytes:
+            limit = {"group": "media.max_group_bytes =", "turn": "what is left of media.max_turn_bytes,"}[self.of]
+            raise MediaError(
+                f"{_named(refs)} must take at most {limit} {self.num_bytes} bytes once processed, got {num_bytes} or more. "
+                "Raise it, lower the token or frame limits, or remove the row"
+            )
 
 
 class Processor:
@@ -113,12 +129,20 @@ class Processor:
         messages that break a rule.
         """
         self._check_messages(messages, refs)
-        text = self._render(messages, template_args)
+        return self._prepared(self._render(messages, template_args), refs, _Room(self._config.max_group_bytes, "group"))
+
+    def behind(self, text: str, refs: Sequence[MediaRef], room_bytes: int) -> Prepared:
+        """What a template has written of a later turn, with its media in place, which may take so many bytes. Raises MediaError
+        as `prepare`."""
+        self._check_kinds(refs)
+        return self._prepared(text, refs, _Room(room_bytes, "turn"))
+
+    def _prepared(self, text: str, refs: Sequence[MediaRef], room: _Room) -> Prepared:
         self._check_places(text, refs)
         if not refs:
             tokens = self._library.tokenizer(text, add_special_tokens=False)["input_ids"]
             return Prepared(np.asarray(tokens, np.int32), None)
-        decoded = self._decode(refs)
+        decoded = self._decode(refs, room)
         made = self._call(text, decoded, refs)
         tokens = np.asarray(made.pop("input_ids"))[0].astype(np.int32)
         arrays = {
@@ -137,15 +161,8 @@ class Processor:
         if self._config.whole_positions:
             arrays["positions"] = np.floor(arrays["positions"])
         media = MediaInputs(contents_key(arrays), arrays)
-        self._check_room(media.num_bytes, refs)
+        room.check(media.num_bytes, refs)
         return Prepared(tokens, media)
-
-    def _check_room(self, num_bytes: int, refs: Sequence[MediaRef]) -> None:
-        if num_bytes > self._config.max_group_bytes:
-            raise MediaError(
-                f"{_named(refs)} must take at most media.max_group_bytes = {self._config.max_group_bytes} bytes once processed, "
-                f"got {num_bytes} or more. Raise it, lower the token or frame limits, or remove the row"
-            )
 
     def _check_messages(self, messages: Sequence[Mapping[str, Any]], refs: Sequence[MediaRef]) -> None:
         kinds: list[str] = []
@@ -166,6 +183,9 @@ class Processor:
                 f"the parts of a prompt must name its media in order, got parts {kinds} and media "
                 f"{[ref.kind for ref in refs]}. Correct the row"
             )
+        self._check_kinds(refs)
+
+    def _check_kinds(self, refs: Sequence[MediaRef]) -> None:
         for ref in refs:
             if ref.kind not in self._family.modalities:
                 raise MediaError(
@@ -200,11 +220,11 @@ class Processor:
                     "Correct the template"
                 )
 
-    def _decode(self, refs: Sequence[MediaRef]) -> _Decoded:
+    def _decode(self, refs: Sequence[MediaRef], room: _Room) -> _Decoded:
         decoded = _Decoded([], [], [], [])
         config = self._config
         for index, ref in enumerate(refs):
-            fit = self._fit(refs[: index + 1], decoded)
+            fit = self._fit(refs[: index + 1], decoded, room)
             if ref.kind == "image":
                 decoded.images.append(decode.image(fetch.read(ref, config), config, str(ref), fit=fit))
             elif ref.kind == "audio":
@@ -221,8 +241,8 @@ class Processor:
                 decoded.videos.append(video)
         return decoded
 
-    def _fit(self, refs: Sequence[MediaRef], before: _Decoded) -> decode.Fit:
-        """For the last ref: sizes within the token limits, as long as the patches of all so far fit the room of a prompt."""
+    def _fit(self, refs: Sequence[MediaRef], before: _Decoded, room: _Room) -> decode.Fit:
+        """For the last ref: sizes within the token limits, as long as the patches of all so far fit the room."""
         config, ref = self._config, refs[-1]
         if ref.kind == "image":
             part, low, high = self._library.image_processor, config.image_min_tokens, config.image_max_tokens
@@ -239,7 +259,7 @@ class Processor:
                 )
             except ValueError as error:
                 raise MediaError(f"{ref}: its {error}") from error
-            self._check_room((held + max(num_frames, depth) * tall * wide) * _CHANNELS * _FLOAT_BYTES, refs)
+            room.check((held + max(num_frames, depth) * tall * wide) * _CHANNELS * _FLOAT_BYTES, refs)
             return tall, wide
 
         return fit

@@ -41,6 +41,16 @@ def media_suit_the_engine(job: JobConfig) -> Iterator[str]:
 
 def sections_agree(job: JobConfig) -> Iterator[str]:
     algorithm, rollout, train = job.algorithm, job.rollout, job.train
+    if job.media is not None and job.media.max_turn_bytes and not rollout.has_turns:
+        yield (
+            "media.max_turn_bytes must be 0 without rollout.environment or rollout.workflow, which alone show media behind a "
+            f"prompt, got {job.media.max_turn_bytes}. Remove it, or set one of them"
+        )
+    if job.media is not None and job.media.max_turn_bytes and rollout.max_rows > 1:
+        yield (
+            "rollout.max_rows must be 1 with media.max_turn_bytes, since a sample with media has one row, got "
+            f"{rollout.max_rows}. Remove one"
+        )
     if rollout.samples_per_prompt < algorithm.min_group_size and job.learns_from_rewards:
         yield (
             f"rollout.samples_per_prompt must be at least {algorithm.min_group_size} with algorithm.name "

@@ -241,6 +241,11 @@ class RolloutConfig(Section):
     """A prompt group that a step waits for longer than this counts as failed; None waits."""
 
     @property
+    def has_turns(self) -> bool:
+        """Whether something may be said behind a prompt."""
+        return self.environment is not None or self.workflow != SINGLE_TURN
+
+    @property
     def num_slots_of_replica(self) -> int:
         """Sequences that all engines of a replica decode at once: the servers that it starts or is told of, or its own."""
         servers = self.sglang

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 _PLAIN, _CLOSED = "R", "T\n</think>\n\nR"
 _THOUGHT = f"<think>\n{_CLOSED}"
+_TEXT = {"type": "text", "text": "U"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,8 @@ class Chat:
         start, reply = self.prompt(stand_ins[:-1]), stand_ins[-1]["content"]
         whole = self.prompt([*stand_ins, *said])
         for at, each in enumerate(said):
-            other = {**each, "content": f"{each.get('content')}U"}
+            content = each.get("content")
+            other = {**each, "content": [*content, _TEXT] if isinstance(content, list) else f"{content}U"}
             if whole == self.prompt([*stand_ins, *said[:at], other, *said[at + 1 :]]):
                 raise RowError(
                     f"{self.name}: what is said must suit the chat template, which leaves out what a message of role "
@@ -102,12 +104,13 @@ def rewrites(chat: Chat) -> list[str]:
 
 
 def check_text(name: str, messages: Sequence[Message]) -> None:
-    """RowError for media, which no engine could be given behind a prompt."""
+    """RowError for media, which a row of text cannot begin with."""
     for message in messages:
         parts = message.get("content")
         if isinstance(parts, list) and any(part.get("type") != "text" for part in parts):
             raise RowError(
-                f"{name}: what is said must be text, got media in a message of role {message['role']!r}. Put them into the prompt"
+                f"{name}: what a further row begins with must be text, got media in a message of role {message['role']!r}. Put "
+                "them into the prompt, or say them behind it"
             )
 
 
@@ -116,6 +119,8 @@ def _stand_in(message: Message) -> dict[str, Any]:
     if text is None:  # calls alone
         return dict(message)
     content = "U" if message["role"] != "assistant" else _PLAIN
+    if isinstance(text, list):  # media that a template may count
+        return {**message, "content": [*(part for part in text if part.get("type") != "text"), _TEXT]}
     if content == _PLAIN and "</think>" in text:
         content = _THOUGHT if "<think>" in text else _CLOSED  # the prompt may have opened them
     return {**message, "content": content}

@@ -1,6 +1,7 @@
 """Prompts with media: from a row to tokens and arrays, in workers beside the rollout role or in this process.
 
-Owns how a row reaches the model's processor, where its relative paths start, and what becomes of a row that fails. Does not own
+Owns how a row, or what is said in a later turn, reaches the model's processor, where relative paths start, and what becomes of
+what fails. Does not own
 reading, decoding or processing (`models/media/`) or the workers' processes (`runtime/processes/pool.py`).
 
     async with MediaPool(model_path, MediaConfig(num_workers=2), load_deadline_s=1800) as pool:
@@ -79,7 +80,7 @@ class MediaPool:
             deadline_s=config.deadline_s,
             load_deadline_s=load_deadline_s,
             max_waiting=_WAITING_PER_WORKER * config.num_workers,
-            max_bytes=config.max_group_bytes + _BESIDE_BYTES,
+            max_bytes=max(config.max_group_bytes, config.max_turn_bytes) + _BESIDE_BYTES,
         )
 
     async def prepare(
@@ -90,25 +91,27 @@ class MediaPool:
         RowError for a row that cannot be used, also when it took longer than `media.deadline_s` or ended its worker twice;
         `setting` names what limits the tokens. Closed after the pool's end, ConfigError when it can have no workers.
         """
-        refs = located(row.media, data, self._config)
+        item = {"messages": messages_of(row, data), "template_args": template_args(row, data)}
         try:
-            item = encode(
-                {
-                    "messages": messages_of(row, data),
-                    "media": [[ref.kind, ref.source, ref.use_audio] for ref in refs],
-                    "template_args": template_args(row, data),
-                },
-                "prompt",
-            )
-        except TypeError as error:
+            tokens, media = await self._made(item, row.media, data)
+        except (TypeError, MediaError) as error:
             raise RowError(f"{row.name}: {error}") from error
-        [outcome] = await self._pool.run([item])
+        check_length(row, len(tokens), max_tokens, setting, data)
+        return tokens, media
+
+    async def behind(self, data: DataConfig, text: str, refs: Sequence[MediaRef], room_bytes: int) -> Prepared:
+        """What a template has written of a later turn, with its media, which may take so many bytes. MediaError for what cannot
+        be used; else as `prepare`."""
+        return await self._made({"text": text, "room_bytes": room_bytes}, refs, data)
+
+    async def _made(self, item: dict[str, Any], refs: Sequence[MediaRef], data: DataConfig) -> Prepared:
+        media = [[ref.kind, ref.source, ref.use_audio] for ref in located(refs, data, self._config)]
+        [outcome] = await self._pool.run([encode({**item, "media": media}, "prompt")])
         if outcome.kind == ConfigError.__name__:
             raise ConfigError(outcome.error)
         if outcome.error is not None:
-            raise RowError(f"{row.name}: {outcome.error}")
+            raise MediaError(outcome.error)
         tokens, key, arrays = outcome.value
-        check_length(row, len(tokens), max_tokens, setting, data)
         return tokens, None if key is None else MediaInputs(key, arrays)
 
     def stats(self) -> PoolStats:
@@ -137,7 +140,10 @@ def open_processor(path: str, limits: Mapping[str, Any]) -> Callable[[dict[str, 
 
     def prepare(item: dict[str, Any]) -> list[Any]:
         refs = [MediaRef(*fields) for fields in item["media"]]
-        made = processor.prepare(item["messages"], refs, **item["template_args"])
+        if "text" in item:
+            made = processor.behind(item["text"], refs, item["room_bytes"])
+        else:
+            made = processor.prepare(item["messages"], refs, **item["template_args"])
         if made.media is None:
             return [made.tokens, None, {}]
         return [made.tokens, made.media.key, dict(made.media.arrays)]

@@ -36,6 +36,8 @@ _OPENAI: dict[str, tuple[Kind, set[str]]] = {
     "video_url": ("video", {"url"}),
     "input_audio": ("audio", {"data", "format"}),
 }
+PARTS = ("text", *_KINDS, *_OPENAI)
+"""Types of the parts of a message."""
 _NAMES_OF_VALUES = ("url", "path", "bytes", "base64")
 _IMAGE_ENDINGS = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff")
 _IMAGE_STARTS = (b"\x89PNG", b"\xff\xd8\xff", b"BM", b"II*\0", b"MM\0*")
@@ -60,6 +62,28 @@ def with_media(
     _check_places(name, contents, given)
     if any(given.values()) and not _num_places(contents):
         _place_first(name, messages, contents, given)
+    shown, refs = _referred(name, messages, contents, given, sound, config.media_columns)
+    return (prompt, ()) if isinstance(prompt, str) and not refs else (shown, refs)
+
+
+def with_parts(name: str, said: Sequence[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], tuple[MediaRef, ...]]:
+    """As `with_media`, of messages that somebody says, whose media are in their parts alone."""
+    contents = [_parts(name, message.get("content"), ()) for message in said]
+    if _num_places(contents):
+        raise RowError(
+            f"{name}: what is said must have each medium in its part, got one without. Put its bytes, path or URL there"
+        )
+    return _referred(name, said, contents, {}, None, {})
+
+
+def _referred(
+    name: str,
+    messages: Sequence[Mapping[str, Any]],
+    contents: Sequence[list[_Part] | None],
+    given: Mapping[Kind, list[Any]],
+    sound: bool | None,
+    columns: Mapping[Kind, str],
+) -> tuple[list[dict[str, Any]], tuple[MediaRef, ...]]:
     refs: list[MediaRef] = []
     left = {kind: iter(found) for kind, found in given.items()}
 
@@ -68,16 +92,16 @@ def with_media(
             return part
         kind, value, own_sound = part
         value = next(left[kind]) if value is None else value
-        what = f"{config.media_columns[kind]!r}" if part[1] is None else f"the {kind} of a message"
+        what = f"{columns[kind]!r}" if part[1] is None else f"the {kind} of a message"
         use_audio = (sound if own_sound is None else own_sound) if kind == "video" else None
         refs.append(MediaRef(kind, _source(name, what, kind, value), use_audio))
         return {"type": kind}
 
     shown = [
-        message if parts is None else {**message, "content": [referred(part) for part in parts]}
+        dict(message) if parts is None else {**message, "content": [referred(part) for part in parts]}
         for message, parts in zip(messages, contents, strict=True)
     ]
-    return (prompt, ()) if isinstance(prompt, str) and not refs else (shown, tuple(refs))
+    return shown, tuple(refs)
 
 
 def _check_places(name: str, contents: Sequence[list[_Part] | None], given: Mapping[Kind, list[Any]]) -> None:
@@ -142,7 +166,7 @@ def _part(name: str, part: Any) -> _Part:
         return _openai_part(name, kind, fields)
     if kind not in _KINDS:
         raise RowError(
-            f"{name}: a part of a message must be of type text, {', '.join(_KINDS)}, {' or '.join(_OPENAI)}, got "
+            f"{name}: a part of a message must be of type {', '.join(PARTS[:-1])} or {PARTS[-1]}, got "
             f"{repr(kind)[:40] if kind is not None else _shown(part)}. Correct the row"
         )
     sound = fields.pop("use_audio_in_video", None) if kind == "video" else None

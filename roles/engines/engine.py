@@ -88,13 +88,13 @@ class Prefix:
 class Request:
     """One sample to generate.
 
-    `prompt` is int32 [T], T >= 1. `seed` (0 <= seed < 2**63) belongs to the sample: the draw at a position depends on the
-    seed and that position alone. `media` are what the processor made of the prompt's images, audios and videos, whose
-    placeholders are among its tokens; engines of text models refuse them. `max_new_tokens` counts the tokens of `prefix` too.
-    After `interruptions` of them (None: without end), new weights let the sequence go on in place. Of the requests that wait,
-    those of higher `priority` start first, where the engine can tell them apart; requests of one `session` share prefixes,
-    so an engine of several servers keeps them on one. `progress` is told, in the event loop, of the whole sample so far, now and
-    then while it grows and never after its end; an engine that cannot tell does not call it.
+    `prompt` is int32 [T], T >= 1. `seed` (0 <= seed < 2**63) belongs to the sample: the draw at a position depends on the seed
+    and that position alone. `media` are what the processor made of images, audios and videos of the prompt, and of what was
+    said behind it, whose placeholders are among the tokens; engines of text models refuse them. `max_new_tokens` counts the
+    tokens of `prefix` too. After `interruptions` of them (None: without end), new weights let the sequence go on in place. Of
+    the requests that wait, those of higher `priority` start first, where the engine can tell them apart; requests of one
+    `session` share prefixes, so an engine of several servers keeps them on one. `progress` is told, in the event loop, of the
+    whole sample so far, now and then while it grows and never after its end; an engine that cannot tell does not call it.
     """
 
     id: str

@@ -17,7 +17,8 @@ from rondo.roles.config import JobConfig
 from rondo.roles.engines.engine import Completion
 from rondo.roles.rewards.pool import RewardResult
 from rondo.roles.sampling.episode import Made, SampleRow
-from rondo.roles.streams import PARTS, ROUTED, TURNS
+from rondo.roles.shown import written
+from rondo.roles.streams import PARTS, ROUTED, SHOWN, TURNS, turn_bytes
 
 
 def columns_of(config: JobConfig, made: Sequence[Made], results: Sequence[RewardResult]) -> list[Column]:
@@ -48,6 +49,8 @@ def columns_of(config: JobConfig, made: Sequence[Made], results: Sequence[Reward
         columns.append(Column(ROUTED, arrays[0].dtype.name, arrays))
     if config.algorithm.by_turn:
         columns.append(Column(TURNS, "float32", [turn_rewards(row) for row in rows], responses))
+    if turn_bytes(config):
+        columns.append(Column(SHOWN, "uint8", [written(row.shown) for row in rows]))
     if config.num_parts:
         names = list(config.components)
         parts = [[0.0 if r.score is None else r.details[name] for name in names] for r in results]
@@ -99,12 +102,13 @@ def cut_off(completion: Completion) -> bool:
 
 
 def info_of(row: SampleRow, finish: str, reward: float | None) -> tuple[float | None, ...]:
-    """As `Bus.put_samples` takes it, of a row whose sample ended so. Versions are those of tokens that a policy sampled."""
+    """As `Bus.put_samples` takes it, of a row whose sample ended so. Versions are those of tokens that a policy sampled; its
+    length has what encoders take of its own media."""
     done = row.completion
     versions = done.policy_versions[done.policy_versions != NO_VERSION]
     span = (int(versions.min()), int(versions.max())) if len(versions) else (NO_VERSION, NO_VERSION)
-    response = len(done.tokens)
-    return (len(row.prompt) + response, response, reward, *span, FINISHES.index(finish))
+    response, encoded = len(done.tokens), sum(media.encoder_positions for _, media in row.shown)
+    return (len(row.prompt) + response + encoded, response, reward, *span, FINISHES.index(finish))
 
 
 def in_parts(made: Sequence[Made]) -> list[tuple[int, int]]:

@@ -6,7 +6,8 @@ An environment is an object of a class of the user's, one a sample. All of its m
         def reset(self, label, **row):                 # the row's columns by name; a text is said behind the prompt
             self.number = int(label)
 
-        def step(self, said):                          # what the policy said: a text answers it, None ends the episode
+        def step(self, said):                          # what the policy said: a text, or parts of a message with media, answers
+                                                       # it; None ends the episode
             guess = int(said)
             return Step("higher" if guess < self.number else "lower", over=guess == self.number, reward=guess == self.number)
 
@@ -34,11 +35,11 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rondo.roles.config import JobConfig
-from rondo.roles.data.datasets import Row
+from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.rewards.function import UserFunction
 from rondo.roles.sampling import tools
 from rondo.roles.sampling.episode import Episode, Turn
@@ -55,10 +56,10 @@ _BEAT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an environment answers: something to say (text; with a chat template a message of the user), what the turn was worth,
-    and whether the episode is over."""
+    """What an environment answers: something to say (text; with a chat template a message of the user, or its parts with media),
+    what the turn was worth, and whether the episode is over."""
 
-    say: str | None = None
+    say: str | list[dict[str, Any]] | None = None
     reward: float | None = None
     over: bool = False
 
@@ -142,7 +143,7 @@ class Environments:
                     told = True
                 over = step.over
                 if step.say is not None and not over:
-                    await episode.say(step.say if context.chat is None else [{"role": "user", "content": step.say}])
+                    await self._say(context, episode, [{"role": "user", "content": step.say}])
             reward = getattr(environment, "reward", None)
             if reward is not None and episode.num_turns and not told:
                 episode.reward(_number(reward))
@@ -168,16 +169,32 @@ class Environments:
             answers = [(call.name, await self._tool(environment, context, call)) for call in calls]
         elif (step := getattr(environment, "step", None)) is not None:
             found = await self._call(context, self._name, step, turn.text)
-            found = Step(found) if isinstance(found, str) else Step(over=True) if found is None else found
-            if not isinstance(found, Step):
-                raise EnvironmentFailed(f"step must return a text, a Step or None, got {type(found).__name__}")
-            if not isinstance(found.say, str | None):
-                raise EnvironmentFailed(f"Step.say must be a text or None, got {type(found.say).__name__}")
-            return found
+            found = Step(over=True) if found is None else found if isinstance(found, Step) else Step(found)
+            say = found.say if isinstance(found.say, str | None) else tools.parts_of(found.say)
+            if say is None and found.say is not None:
+                raise EnvironmentFailed(
+                    f"step must return a text, parts of a message with media, a Step of these or None, got "
+                    f"{type(found.say).__name__}"
+                )
+            return replace(found, say=say)
         else:
             return Step(over=True)
-        await episode.say([{"role": "tool", "name": name, "content": each.text} for name, each in answers])
+        said = [{"role": "tool", "name": name, "content": each.content} for name, each in answers]
+        await self._say(context, episode, said)
         return Step()
+
+    async def _say(self, context: Context, episode: Episode, said: list[dict[str, Any]]) -> None:
+        """Messages, or without a chat template a text as it is. Media that are no good fail the sample alone."""
+        [(first, *_), has_media] = said, any(not isinstance(each["content"], str) for each in said)
+        if context.chat is None and not has_media:
+            return await episode.say(first["content"])
+        try:
+            with self._waiting(context):
+                await episode.say(said)
+        except RowError as error:
+            if has_media:
+                raise EnvironmentFailed(str(error)) from error
+            raise
 
     async def _tool(self, environment: Any, context: Context, call: Call) -> Answer:
         names = [each["function"]["name"] for each in self._schemas]

@@ -7,6 +7,7 @@ said (the workflow), the template's words between two turns (`roles/data/chat.py
     turn = await episode.generate()                                        # turn.text, turn.tokens
     await episode.say([{"role": "tool", "content": "42"}])                 # messages, by the chat template
     await episode.say("42;")                                               # or text, as it is
+    await episode.say([{"role": "tool", "content": [{"type": "image", "image": png}]}])     # media in messages
     turn = await episode.generate()
     episode.reward(1.0)                                                    # of this turn; or reward.function says
 
@@ -35,34 +36,50 @@ from typing import Any
 import numpy as np
 
 from rondo.comm.bus.group import NO_VERSION
+from rondo.models.media.errors import MediaError
+from rondo.models.media.inputs import MediaInputs, with_turns
+from rondo.models.media.refs import MediaRef
 from rondo.roles.data.chat import Chat, Message, check_text
 from rondo.roles.data.datasets import RowError
+from rondo.roles.data.media_rows import with_parts
 from rondo.roles.engines.engine import Completion, FinishReason, Prefix, Request, ended_with
 from rondo.runtime.errors import ConfigError
 
 Ask = Callable[[Request], Awaitable[Completion]]
+Look = Callable[[str, Sequence[MediaRef], int], Awaitable[tuple[np.ndarray, MediaInputs | None]]]
+"""Text with places of media, these, and what bytes they may take: tokens int32 [T], and what became of them."""
+_BESIDE_BYTES = 1 << 10
+"""Of what is told of the media of one turn, beside their arrays."""
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of a sample: tokens behind the prompt of each row, and with it; turns and rows in all; seconds."""
+    """Of a sample: tokens behind the prompt of each row, and with it; turns and rows in all; seconds; bytes of media that are
+    said behind the prompt."""
 
     max_new_tokens: int
     max_tokens: int
     max_turns: int | None = None
     max_rows: int = 1
     max_s: float | None = None
+    max_turn_bytes: int = 0
+
+
+class Unseen(Exception):
+    """Media that were said and that the policy cannot be shown. It ends its sample alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
     """What is trained at once of a sample: a prompt, int32 [T], and all that follows it; tokens with NO_VERSION were said by
-    others. `rewards`: (place of a turn's last token in the response, what the turn is worth)."""
+    others. `rewards`: (place of a turn's last token in the response, what the turn is worth). `shown`: (token of the row from
+    which on they lie, media) of turns behind the prompt."""
 
     prompt: np.ndarray
     completion: Completion
     rewards: tuple[tuple[int, float], ...] = ()
+    shown: tuple[tuple[int, MediaInputs], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +126,9 @@ class Turn:
 @dataclass(slots=True)
 class _Row:
     """One that grows. `messages` are those in front of the reply that is being made, `reply` what was written of it, `said` what
-    follows it; `heard` and `between` are tokens that nobody has answered yet, int32. `path`: among the rows of its sample."""
+    follows it; `heard` and `between` are tokens that nobody has answered yet, int32. `refs` and `coming` are the media of `said`,
+    whose tokens are `between`, and as many before as the policy has written of them; `shown` those of what was answered, as in
+    `SampleRow`. `path`: among the rows of its sample."""
 
     path: tuple[int, ...]
     request: Request
@@ -119,6 +138,9 @@ class _Row:
     said: list[Message] = field(default_factory=list)
     heard: np.ndarray = field(default_factory=lambda: _NO_TOKENS)
     between: np.ndarray = field(default_factory=lambda: _NO_TOKENS)
+    refs: tuple[MediaRef, ...] = ()
+    coming: tuple[int, MediaInputs] | None = None
+    shown: list[tuple[int, MediaInputs]] = field(default_factory=list)
     rewards: list[tuple[int, float]] = field(default_factory=list)
     branches: Iterator[int] = field(default_factory=itertools.count)
 
@@ -137,8 +159,11 @@ class _Row:
         """What was said becomes part of the conversation, and another reply begins."""
         if self.said:
             self.messages = [*self.conversation, *self.said]
+            if self.coming is not None:
+                before, media = self.coming
+                self.shown.append((len(self.request.prompt) + len(self.tokens) - len(self.between) - before, media))
             self.heard = np.concatenate([self.heard, self.between])
-            self.reply, self.said, self.between = [], [], _NO_TOKENS
+            self.reply, self.said, self.between, self.refs, self.coming = [], [], _NO_TOKENS, (), None
 
     def next(self) -> Request:
         """The request that goes on from here, where everything was answered."""
@@ -148,7 +173,8 @@ class _Row:
         done = self.done or ended_with(self.request, "stop", None)
         log_probs = np.concatenate([done.log_probs, np.zeros(new, np.float32)])
         versions = np.concatenate([done.policy_versions, np.full(new, NO_VERSION, np.int32)])
-        return replace(self.request, prefix=Prefix(tokens, log_probs, versions, routed_experts=done.routed_experts))
+        prefix = Prefix(tokens, log_probs, versions, routed_experts=done.routed_experts)
+        return replace(self.request, prefix=prefix, media=with_turns(self.request.media, self.shown))
 
 
 @dataclass(slots=True)
@@ -162,6 +188,7 @@ class _Shared:
     tokenizer: Any
     chat: Chat | None
     further: Callable[[], None]
+    look: Look | None
     rows: list[_Row] = field(default_factory=list)
     num_turns: int = 0
 
@@ -176,13 +203,13 @@ class Episode:
     @classmethod
     def opened(
         cls, number: int, request: Request, ask: Ask, limits: Limits, tokenizer: Any, chat: Chat | None,
-        further: Callable[[], None],
+        further: Callable[[], None], look: Look | None = None,
     ) -> Episode:  # fmt: skip
         """The sample with this number, which begins with `request`."""
         row = _Row((0,), request, [] if chat is None else list(chat.begin))
         if row.messages and row.messages[-1]["role"] == "assistant":  # it continues what the prompt ends with
             row.reply.append(functools.partial(str, row.messages.pop()["content"]))
-        return cls(_Shared(number, request, ask, limits, tokenizer, chat, further, [row]), row)
+        return cls(_Shared(number, request, ask, limits, tokenizer, chat, further, look, [row]), row)
 
     @property
     def number(self) -> int:
@@ -227,11 +254,11 @@ class Episode:
         return Turn(tokens, done.finish_reason, written)
 
     async def say(self, said: str | Sequence[Message]) -> None:
-        """Something to the policy, which its next turn answers: messages behind its reply, as the chat template writes them, or
-        text as it is. Where there is no room for it, the episode ends.
+        """Something to the policy, which its next turn answers: messages behind its reply, as the chat template writes them, with
+        media in their parts, or text as it is. Where there is no room for it, the episode ends.
 
-        Raises RowError for messages that the template does not take, and where there is no reply that they follow; ConfigError
-        where the template rewrites earlier turns and `rollout.max_rows` is 1.
+        Raises RowError for messages that the template does not take, and where there is no reply that they follow; Unseen for
+        media that cannot be shown; ConfigError where the template rewrites earlier turns and `rollout.max_rows` is 1.
         """
         row, shared = self._row, self._shared
         shared.further()
@@ -248,16 +275,17 @@ class Episode:
                     f"{'a row that began with text. Say text' if row.reply else 'none. Put them into the prompt'}"
                 )
             chat = self._chat()
-            check_text(chat.name, said)
-            row.said += said
-            text = await asyncio.to_thread(chat.behind, row.conversation, row.said)
+            said, refs = with_parts(chat.name, said)
+            whole, refs = [*row.said, *said], (*row.refs, *refs)
+            text = await asyncio.to_thread(chat.behind, row.conversation, whole)
             if text is None:
-                await self._anew(self.messages, "a chat template that rewrites earlier turns")
+                await self._anew([*row.conversation, *whole], "a chat template that rewrites earlier turns")
                 return
-            row.between = await self._encoded(text)
+            between, media = await self._looked(text, refs) if refs else (await self._encoded(text), None)
             ended = row.done is not None and not len(row.heard) and row.done.tokens[-1:].tolist()
-            if ended and ended == row.between[:1].tolist():  # the policy has closed its turn itself
-                row.between = row.between[1:]
+            closed = bool(ended) and ended == between[:1].tolist()  # the policy has closed its turn itself
+            row.said, row.refs, row.between = whole, refs, between[closed:]
+            row.coming = None if media is None else (int(closed), media)
         if not self._has_room():
             self._ended = "length"
 
@@ -296,7 +324,7 @@ class Episode:
         last. One without a token gets one that nobody sampled, since a row has a response."""
         rows = [row for row in self._shared.rows if row.done is not None]
         rows.sort(key=lambda row: (*row.path, math.inf))
-        found = [SampleRow(row.request.prompt, self._whole(row), tuple(row.rewards)) for row in rows]
+        found = [SampleRow(row.request.prompt, self._whole(row), tuple(row.rewards), _answered(row)) for row in rows]
         worth = [value for row in rows for _, value in row.rewards]
         found = found or [unsaid(self._shared.root.prompt)]
         return Made(self.number, tuple(found), sum(worth) if worth and error is None else None, error)
@@ -348,7 +376,7 @@ class Episode:
         """A row that begins with `prompt`; None where a budget has no room for it."""
         shared = self._shared
         root, limits = shared.root, shared.limits
-        if root.media is not None:
+        if root.media is not None or any(row.shown or row.coming for row in shared.rows):
             raise RowError(f"sample {self.number}: one with media must have one row, got another by {why}")
         if not len(prompt):
             raise RowError(f"sample {self.number}: a row must begin with a token, got none by {why}. Give it a text")
@@ -377,6 +405,23 @@ class Episode:
             )
         return self._shared.chat
 
+    async def _looked(self, text: str, refs: Sequence[MediaRef]) -> tuple[np.ndarray, MediaInputs | None]:
+        """What a template has written of the messages that are said, with their media."""
+        row, shared = self._row, self._shared
+        look, most = shared.look, shared.limits.max_turn_bytes
+        if look is None or not most:
+            raise Unseen(
+                f"media must be shown behind a prompt with a `media` section and media.max_turn_bytes above 0, got "
+                f"{refs[0]}{'' if look is None else ' and media.max_turn_bytes 0'}. Set it to what those of a sample take"
+            )
+        taken = sum(media.num_bytes + _BESIDE_BYTES for _, media in row.shown) + _BESIDE_BYTES
+        try:
+            return await look(text, refs, most - taken)
+        except MediaError as error:
+            raise Unseen(str(error)) from error
+        finally:
+            shared.further()
+
     async def _encoded(self, text: str) -> np.ndarray:
         """Beside the loop, since what tools say may be long."""
         found = await asyncio.to_thread(self._shared.tokenizer, text, add_special_tokens=False)
@@ -387,6 +432,13 @@ def unsaid(prompt: np.ndarray) -> SampleRow:
     """The row of a sample in which nobody said anything."""
     nothing = np.zeros(1, np.float32), np.full(1, NO_VERSION, np.int32)
     return SampleRow(prompt, Completion("", prompt[-1:].astype(np.int32), *nothing, "cancelled"))
+
+
+def _answered(row: _Row) -> tuple[tuple[int, MediaInputs], ...]:
+    """Of what was shown in a row that has a turn, what one of its turns is behind."""
+    assert row.done is not None
+    end = len(row.request.prompt) + len(row.done.tokens)
+    return tuple((at, media) for at, media in row.shown if at + media.positions.shape[1] <= end)
 
 
 def _text_of(tokenizer: Any, tokens: np.ndarray, **options: Any) -> str:

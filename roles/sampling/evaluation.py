@@ -30,7 +30,7 @@ import numpy as np
 
 from rondo.comm.bus.group import NO_VERSION
 from rondo.models.media.inputs import MediaInputs
-from rondo.roles.config import DataConfig, EvalSet, JobConfig, RolloutConfig
+from rondo.roles.config import DataConfig, EvalSet, JobConfig
 from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row, RowError, Rows
 from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
@@ -103,8 +103,8 @@ def result(sets: Mapping[str, EvalSet], version: int, parts: Sequence[Part]) -> 
 @dataclass(frozen=True, slots=True)
 class Evaluator:
     """Asks the prompts of every set and scores the answers. `prepare` makes a row's tokens and media, or raises RowError;
-    `params` are the rollout's sampling, of which each set changes some. Into the folder `samples` goes the first answer to
-    each prompt, and every one that failed; with `keeps_all` every one."""
+    `behind` those of later turns (`MediaPool.behind`); `params` are the rollout's sampling, of which each set changes some.
+    Into the folder `samples` goes the first answer to each prompt, and every one that failed; with `keeps_all` every one."""
 
     config: JobConfig
     sets: Mapping[str, Rows]
@@ -114,6 +114,7 @@ class Evaluator:
     prepare: Prepare
     params: SamplingParams
     workflow: Workflow = single_turn
+    behind: Callable[..., Awaitable[tuple[np.ndarray, MediaInputs | None]]] | None = None
     samples: Path | None = None
     keeps_all: bool = False
 
@@ -215,9 +216,10 @@ class Evaluator:
         sample by prompt, media and number."""
         prompt, media = await self.prepare(row, data)
         chat = Chat.of(self.tokenizer, row, data)
-        limits = limits_of(self.config.rollout, most)
+        limits = limits_of(self.config, most)
+        look = None if self.behind is None else functools.partial(self.behind, data)
         context = functools.partial(
-            Context, row, prompt, media, self.tokenizer, every, limits, chat=chat, evaluates=True
+            Context, row, prompt, media, self.tokenizer, every, limits, chat=chat, look=look, evaluates=True
         )
         made = await self._made(engine, row, context, functools.partial(request, prompt, media))
         return made, await scored(self.rewards, self.tokenizer, row, made, most)
@@ -283,10 +285,11 @@ class Evaluator:
         )
 
 
-def limits_of(rollout: RolloutConfig, max_new_tokens: int) -> Limits:
+def limits_of(config: JobConfig, max_new_tokens: int) -> Limits:
     """Of a sample with so many tokens behind its prompt."""
-    whole = rollout.max_prompt_tokens + max_new_tokens
-    return Limits(max_new_tokens, whole, rollout.max_turns, rollout.max_rows, rollout.max_episode_s)
+    rollout, media = config.rollout, config.media
+    whole, shown = rollout.max_prompt_tokens + max_new_tokens, 0 if media is None else media.max_turn_bytes
+    return Limits(max_new_tokens, whole, rollout.max_turns, rollout.max_rows, rollout.max_episode_s, shown)
 
 
 async def scored(

@@ -111,8 +111,9 @@ class PromptGroups:
             return
         params = self.params(config.rollout.temperature)
         context = Context(
-            row, prompt, media, self.tokenizer, every - ended.keys(), limits_of(config.rollout, params.max_new_tokens),
+            row, prompt, media, self.tokenizer, every - ended.keys(), limits_of(config, params.max_new_tokens),
             chat=Chat.of(self.tokenizer, row, config.data),
+            look=None if self.media is None else functools.partial(self.media.behind, config.data),
             progress=functools.partial(self.progress.further, (lease.group, lease.epoch)),
         )  # fmt: skip
         client = Client(

@@ -6,18 +6,21 @@ the ways in which models write calls (`roles/serve/calls.py`), or who waits for 
     schemas_of([add])                      # [{"type": "function", "function": {"name": "add", "parameters": ...}}]
     calls_of(turn.text, template, schemas) # [Call("add", '{"a":1,"b":2}')]
 
-Invariant: whatever a tool does, its answer is a text for the policy.
+Invariant: whatever a tool does, its answer is something for the policy: a text, or parts of a message with media among them.
 """
 
 from __future__ import annotations
 
 import inspect
+import io
+import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import orjson
 
+from rondo.roles.data.media_rows import PARTS
 from rondo.roles.rewards.worker import Opened
 from rondo.roles.serve.calls import Call, call_reader
 from rondo.roles.serve.output import OutputReader
@@ -34,9 +37,9 @@ _MARK = "<tool_call>"
 
 
 class Answer(NamedTuple):
-    """What the policy is told of a call."""
+    """What the policy is told of a call: a text, or parts with media."""
 
-    text: str
+    content: str | list[dict[str, Any]]
     failed: bool = False
 
 
@@ -155,10 +158,12 @@ def failed(error: BaseException) -> Answer:
 
 
 def answered(value: Any) -> Answer:
-    """What the policy is told of a value: text as it is, JSON where it can be, else Python's own words; an error where it has
-    none."""
+    """What the policy is told of a value: text as it is, media as they are, JSON where it can be, else Python's own words; an
+    error where it has none."""
     if isinstance(value, str):
         return Answer(_encodable(value))
+    if (parts := parts_of(value)) is not None:
+        return Answer(parts)
     try:
         return Answer("" if value is None else orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode())
     except orjson.JSONEncodeError:
@@ -166,6 +171,34 @@ def answered(value: Any) -> Answer:
             return Answer(_encodable(str(value)))
         except Exception as error:  # noqa: BLE001 - a number of 4300 digits, say
             return failed(error)
+
+
+def parts_of(value: Any) -> list[dict[str, Any]] | None:
+    """The parts of a message that a value is, Pillow's pictures in them as the bytes of files: such a picture, or a list of parts
+    with media among them. None for anything else."""
+    if _is_picture(value):
+        value = [{"type": "image", "image": value}]
+    kinds = (
+        [part.get("type") if isinstance(part, Mapping) else None for part in value] if isinstance(value, list) else []
+    )
+    if set(kinds) <= {"text"} or not all(isinstance(kind, str) and kind in PARTS for kind in kinds):
+        return None
+    return [{name: _as_file(each) for name, each in part.items()} for part in value]
+
+
+def _as_file(value: Any) -> Any:
+    """A picture, or each of a list of frames, as a file's bytes; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return [_as_file(each) for each in value]
+    if not _is_picture(value):
+        return _encodable(value) if isinstance(value, str) else value
+    value.save(file := io.BytesIO(), "PNG")
+    return file.getvalue()
+
+
+def _is_picture(value: Any) -> bool:
+    image = sys.modules.get("PIL.Image")  # who has not loaded it has none
+    return image is not None and isinstance(value, image.Image)
 
 
 def _encodable(text: str) -> str:

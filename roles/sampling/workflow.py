@@ -46,7 +46,7 @@ from rondo.models.media.inputs import MediaInputs
 from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.engines.engine import Request
-from rondo.roles.sampling.episode import Ask, Episode, Limits, Made
+from rondo.roles.sampling.episode import Ask, Episode, Limits, Look, Made
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.reference import in_one_line, load_reference
 
@@ -70,7 +70,9 @@ class Client:
     def episode(self, number: int) -> Episode:
         """The sample with this number, from the group's prompt on. The draw at a place depends on sample and place alone."""
         at = self._context
-        return Episode.opened(number, self.request(number), self.ask, at.limits, at.tokenizer, at.chat, at.progress)
+        return Episode.opened(
+            number, self.request(number), self.ask, at.limits, at.tokenizer, at.chat, at.progress, at.look
+        )
 
 
 class Context:
@@ -86,6 +88,7 @@ class Context:
         limits: Limits,
         *,
         chat: Chat | None = None,
+        look: Look | None = None,
         evaluates: bool = False,
         progress: Callable[[], None] = lambda: None,
     ) -> None:
@@ -98,6 +101,8 @@ class Context:
         """Budgets of each sample."""
         self.chat = chat
         """The conversation that the prompt is, None of plain text."""
+        self.look = look
+        """How media are read that are said behind the prompt; None in a run of text."""
         self.evaluates = evaluates
         """Whether these samples are for an evaluation."""
         self.progress = progress

@@ -17,7 +17,8 @@ import numpy as np
 
 from rondo.comm.bus.bus import Row
 from rondo.comm.bus.group import NO_VERSION
-from rondo.models.media.inputs import KINDS, MediaInputs, kinds_of
+from rondo.models.media.inputs import KINDS, kinds_of
+from rondo.roles.forward import media_of
 
 
 class StepTotals:
@@ -29,10 +30,11 @@ class StepTotals:
 
     def add(self, rows: Sequence[Row], ages: Iterable[np.ndarray]) -> None:
         """ages: int64 [sampled tokens] of each row, in versions."""
-        self._num_tokens += sum(row.length for row in rows)
+        self._num_tokens += sum(len(row.array("tokens")) for row in rows)
         self._rewards += reward_sums(rows)
         for row in rows:
-            for kind in kinds_of(MediaInputs("", row.media).modalities if row.media is not None else ()):
+            media = media_of(row)
+            for kind in kinds_of(media.modalities if media is not None else ()):
                 self._of_kinds[KINDS.index(kind)] += [*reward_sums([row]), row.response]
         self._ages += ages
 

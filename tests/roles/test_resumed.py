@@ -165,7 +165,7 @@ class Groups(PromptGroups):
         )  # fmt: skip
         config = SimpleNamespace(
             rollout=rollout, algorithm=AlgorithmConfig(), data=DataConfig(path="x"), seed=0,
-            train=SimpleNamespace(router_replay=replay),
+            train=SimpleNamespace(router_replay=replay), media=None,
             reward=SimpleNamespace(per="response", deadline_s=1.0, overlong=lambda *_: 0.0), num_parts=0, genrm=None,
         )  # fmt: skip
         super().__init__(

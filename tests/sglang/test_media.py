@@ -13,12 +13,17 @@ import torch
 from safetensors.torch import save_file
 
 from rondo.models.load import load_model
+from rondo.models.logprobs import response_log_probs
 from rondo.models.media.config import MediaConfig
+from rondo.models.media.inputs import MediaInputs
 from rondo.models.media.processor import Prepared, Processor
+from rondo.models.packing import Packing
 from rondo.models.tiny import qwen3_vl
 from rondo.roles.engines.engine import Completion, Request
+from rondo.roles.sampling.episode import SampleRow
 from tests.models.builders import full_tensors
 from tests.roles.engines.embedded.test_media_engine import Made, frames, image, sample, trained
+from tests.roles.engines.embedded.test_media_turns import opened, part, row_of, text
 from tests.sglang.servers import Served, launch, serve
 
 NEAR = 5e-5
@@ -75,6 +80,31 @@ async def test_a_sample_with_media_is_continued_behind_its_prefix(seeing: Served
         again = await engine.generate(asked.resumed(part))
     np.testing.assert_array_equal(again.tokens, whole.tokens)
     np.testing.assert_allclose(again.log_probs, whole.log_probs, atol=NEAR)
+
+
+async def test_log_probs_behind_media_of_later_turns_are_the_trainers(
+    seeing: Served, made: Made, tmp_path: Path
+) -> None:
+    async def play(number: int) -> tuple[SampleRow, MediaInputs | None]:
+        episode = opened(made, engine.generate, image(0), number=number)
+        for turn in range(2):
+            await episode.generate()
+            seen = (image(10 * number + turn), frames(number, 4))[: turn + 1]
+            await episode.say([{"role": "tool", "content": [text("here:"), *map(part, seen)]}])
+            await episode.say("<|image_pad|>")  # spelt, and of no medium
+        await episode.generate()
+        return episode.made().rows[0], episode._shared.root.media
+
+    async with seeing.engine(tmp_path) as engine:
+        played = await asyncio.gather(*(play(number) for number in range(2)))
+    for row, prompt in played:
+        with torch.no_grad():
+            packed = Packing.of(made.model).pack([row_of(row, prompt)])
+            told, _ = response_log_probs(made.model, packed, temperature=0.8)
+        sampled = row.completion.log_probs != 0  # the server has told of no version
+        found = float(np.abs(told.float().numpy() - row.completion.log_probs)[sampled].max())
+        print(f"log-prob difference to the trainer, {sampled.sum()} tokens in three turns: at most {found:.1e} nats")
+        assert len(row.shown) == 2 and np.diff(sampled.astype(int)).tolist().count(1) == 2 and found < NEAR
 
 
 async def test_samples_of_one_prompt_share_its_media_and_other_media_are_not_taken_for_them(

@@ -316,9 +316,11 @@ class HFForward:
         media = collate(
             self._model, [prompt.media for prompt in prompts if prompt.media is not None], device=self._device
         )
-        # A placeholder that was sampled stands for no medium: only those of the prompt do.
-        ends = np.array([0 if prompt.media is None else prompt.media.positions.shape[1] for prompt in prompts])
-        hidden = hide_placeholders(ids, np.arange(ids.shape[1]) < ends[:, None], self._placeholders)
+        features = np.zeros(ids.shape, bool)  # a placeholder that was sampled stands for no medium
+        for row, prompt in zip(features, prompts, strict=True):
+            for at, part in prompt.media.placed if prompt.media is not None else ():
+                row[at : at + part.positions.shape[1]] = True
+        hidden = hide_placeholders(ids, features, self._placeholders)
         embedded = None if hidden is None else torch.from_numpy(ids).to(self._device)
         heads = self._heads_of(torch.from_numpy(lengths - 1).to(self._device))
         with heads, encoded_once(self._model, media), embedding(self._model, embedded):

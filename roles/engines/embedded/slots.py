@@ -42,7 +42,7 @@ class Prefill(NamedTuple):
 
     slot: int
     tokens: np.ndarray
-    """int64 [T], placeholders of media included; the media's positions are of the prompt alone"""
+    """int64 [T], placeholders of media included; the media's positions end with the last medium"""
     media: MediaInputs | None = None
 
 
@@ -213,10 +213,11 @@ class SlotEngine:
                 f"the media of request {request.id!r} must be of kinds that the model takes, "
                 f"{', '.join(self._forward.modalities) or 'none'}, got {', '.join(beyond)}. Name a model that takes them."
             )
-        if request.media.positions.shape != (3, num_prompt):
+        shape, most = request.media.positions.shape, len(request.sequence) if request.media.turns else num_prompt
+        if shape[0] != 3 or not num_prompt <= shape[1] <= most:
             raise ConfigError(
-                f"the positions of request {request.id!r} must be of shape [3, {num_prompt}], a column a prompt token, "
-                f"got {list(request.media.positions.shape)}. Take tokens and media from one processor call."
+                f"the positions of request {request.id!r} must be of shape [3, {most}], a column a prompt token, "
+                f"got {list(shape)}. Take tokens and media from one processor call."
             )
 
     def add(self, request: Request) -> None:

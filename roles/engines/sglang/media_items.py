@@ -1,4 +1,5 @@
-"""The media of a prompt as a server takes them: what the trainer's processor made, not the files it made them from.
+"""The media of a prompt, and of turns behind it, as a server takes them: what the trainer's processor made, not the files it
+made them from.
 
 Owns the words on the wire. The server's side is `processor/`, a package that SGLang itself loads, and which is the only code of
 rondo that runs inside a server.
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rondo.models.media.inputs import MediaInputs, Modality
+from rondo.models.media.inputs import MediaInputs, Modality, joined_sounds
 from rondo.runtime.errors import ConfigError
 
 SCHEME = "rondo:"
@@ -35,20 +36,25 @@ _OF: dict[Modality, tuple[str, ...]] = {
 
 
 def media_body(media: MediaInputs, sequence: np.ndarray) -> dict[str, Any]:
-    """The fields of /generate: one item a modality. `sequence` int32 [T + P]: the prompt, and what it is continued from."""
+    """The fields of /generate: one item a modality. `sequence` int32 [T + P]: the prompt, and what it is continued from. `spans`:
+    (first token, how many) among which a placeholder stands for a medium."""
     positions = positions_of(media, len(sequence))
+    spans = [[at, part.positions.shape[1]] for at, part in media.placed]
     body: dict[str, Any] = {}
     for modality in media.modalities:
-        arrays = {name: media.arrays[name] for name in _OF[modality]}
-        described = {name: _described(array) for name, array in arrays.items()}
-        item = {"arrays": described, "positions": _described(positions), "num_prompt": media.positions.shape[1]}
+        having = [part for _, part in media.placed if modality in part.modalities]
+        arrays = joined_sounds(having) if modality == "audio" else [
+            np.concatenate([part.arrays[name] for part in having]) for name in _OF[modality]
+        ]  # fmt: skip
+        described = {name: _described(array) for name, array in zip(_OF[modality], arrays, strict=True)}
+        item = {"arrays": described, "positions": _described(positions), "spans": spans}
         body[_FIELDS[modality]] = [SCHEME + orjson.dumps(item).decode()]
     return body
 
 
 def positions_of(media: MediaInputs, num_tokens: int) -> np.ndarray:
-    """int64 [3, num_tokens]: those of the prompt, then one after the other on all axes. ConfigError for fractions, which a
-    server would cut."""
+    """int64 [3, num_tokens]: those up to the last medium, then one after the other on all axes. ConfigError for fractions, which
+    a server would cut."""
     prompt = media.positions.astype(np.int64)
     if (prompt != media.positions).any():
         raise ConfigError(

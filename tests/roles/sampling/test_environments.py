@@ -3,34 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import itertools
+import json
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from pydantic import ValidationError
 
+from rondo.models.media.errors import MediaError
+from rondo.models.media.inputs import MediaInputs
+from rondo.models.media.refs import MediaRef
 from rondo.models.tiny.tokenizer import END_OF_TURN, build_tokenizer
 from rondo.roles.config import JobConfig
 from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row
 from rondo.roles.data.prompts import render_prompt
 from rondo.roles.engines.engine import Completion, Request, SamplingParams
+from rondo.roles.rewards.pool import RewardResult
+from rondo.roles.rewards.worker import in_worker
 from rondo.roles.sampling import environments
-from rondo.roles.sampling.columns import loss_mask
+from rondo.roles.sampling.columns import columns_of, loss_mask
 from rondo.roles.sampling.environments import Environments, EnvironmentStats, Step
 from rondo.roles.sampling.episode import Made
 from rondo.roles.sampling.evaluation import limits_of
-from rondo.roles.sampling.tools import with_tools
+from rondo.roles.sampling.tools import parts_of, with_tools
 from rondo.roles.sampling.workflow import Client, Context
+from rondo.roles.shown import written
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.values import decode
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call with <tool_call>.<|im_end|>\n"
-    "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}{{ p.text if p.type == 'text' else '<' + p.type + '>' }}{% endfor %}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 """As Qwen3's, in short."""
 TOKENIZER = build_tokenizer()
@@ -44,11 +56,16 @@ def call(name: str, arguments: str) -> str:
 
 
 def job(
-    *, chat: bool = True, limits: dict[str, Any] | None = None, reward: bool = True, **environment: Any
+    *,
+    chat: bool = True,
+    limits: dict[str, Any] | None = None,
+    reward: bool = True,
+    media: Any = None,
+    **environment: Any,
 ) -> JobConfig:
     return JobConfig.model_validate(
         {
-            "name": "played", "num_steps": 1, "model": {"path": "model"},
+            "name": "played", "num_steps": 1, "model": {"path": "model"}, "media": media,
             "data": {"path": "train.jsonl", "prompt": "question", "label": "answer", "apply_chat_template": chat},
             **({"reward": {"function": "rewards:exact"}} if reward else {}),
             "rollout": {
@@ -71,10 +88,12 @@ class Played:
         return str(TOKENIZER.decode([*row.prompt.tolist(), *row.completion.tokens.tolist()]))
 
 
-async def played(config: JobConfig, *turns: str, samples: int = 1, progress: Any = lambda: None) -> Played:
+async def played(
+    config: JobConfig, *turns: str, samples: int = 1, progress: Any = lambda: None, look: Any = None
+) -> Played:
     config, prompts, said = with_tools(config), list[str](), dict[str, int]()
     prompt = render_prompt(TOKENIZER, ROW, config.data, 2048)
-    limits = limits_of(config.rollout, 2048)
+    limits = limits_of(config, 2048)
     at = Context(
         ROW,
         prompt,
@@ -84,6 +103,7 @@ async def played(config: JobConfig, *turns: str, samples: int = 1, progress: Any
         limits,
         chat=Chat.of(TOKENIZER, ROW, config.data),
         progress=progress,
+        look=look,
     )
 
     async def ask(request: Request) -> Completion:
@@ -186,6 +206,93 @@ class Guess:
         Guess.closed.append(self)
 
 
+class Gallery:
+    """Tools that show: a picture as it is, and parts."""
+
+    def show(self) -> Any:
+        """Shows a picture."""
+        return Image.new("RGB", (4, 2))
+
+    def play(self, size: int) -> list[dict[str, Any]]:
+        """Plays a sound.
+
+        Args:
+            size: of the file
+        """
+        return [{"type": "text", "text": "hear:"}, {"type": "audio", "audio": b"a" * size}]
+
+
+class Screen:
+    """A game that shows where it stands, and in the end something that is no part."""
+
+    def step(self, said: str) -> Any:
+        part = {"type": "image", "image": Image.new("RGB", (4, 2))}
+        return {"a": [part], "b": Step([part, {"type": "text", "text": "go on"}], reward=0.5)}.get(
+            said, [{"type": "image"}]
+        )
+
+
+async def looked(text: str, refs: Sequence[MediaRef], room_bytes: int) -> tuple[np.ndarray, MediaInputs]:
+    """As a processor does, with a token for each byte of text and media of nothing; one of many bytes is broken."""
+    if any(len(ref.source) > 5000 for ref in refs):
+        raise MediaError(f"{refs[0]} must be a sound that can be read")
+    tokens = np.array(TOKENIZER(text)["input_ids"], np.int32)
+    positions = np.tile(np.arange(len(tokens), dtype=np.float32), (3, 1))
+    return tokens, MediaInputs(f"{[ref.kind for ref in refs]} {len(tokens)}", {"positions": positions})
+
+
+async def test_what_tools_and_environments_show_is_said_and_stays_with_the_sample() -> None:
+    shows = job(factory=Gallery, media={"max_turn_bytes": 1 << 20})
+    found = await played(shows, call("show", "{}") + call("play", '{"size": 9}'), "done", look=looked)
+    [made] = found.made
+    said = "<|im_end|>\n<|im_start|>tool\n<image><|im_end|>\n<|im_start|>tool\nhear:<audio><|im_end|>\n<|im_start|>assistant\n"
+    assert found.prompts[1].endswith(said) and made.error is None
+    [(at, media)] = made.rows[0].shown
+    whole = np.concatenate([made.rows[0].prompt, made.last.tokens])
+    assert media.key.startswith("['image', 'audio']")
+    assert TOKENIZER.decode(whole[at : at + media.positions.shape[1]].tolist()) == said
+    assert (columns_of(shows, [made], [RewardResult(0.0)])[-1].arrays[0] == written(made.rows[0].shown)).all()
+    found = await played(job(factory=Screen, media={"max_turn_bytes": 1 << 20}), "a", "b", "c", look=looked)
+    assert found.prompts[1].endswith("<|im_start|>user\n<image><|im_end|>\n<|im_start|>assistant\n")
+    assert found.prompts[2].endswith("<|im_start|>user\n<image>go on<|im_end|>\n<|im_start|>assistant\n")
+    error = found.made[0].error
+    assert (
+        error is not None
+        and "what is said must have each medium in its part" in error
+        and len(found.made[0].rows[0].shown) == 2
+    )
+
+
+async def test_media_that_cannot_be_shown_fail_their_sample_alone_and_say_why() -> None:
+    shows = job(factory=Gallery, media={"max_turn_bytes": 1 << 20})
+    found = await played(shows, call("play", '{"size": 9000}'), samples=2, look=looked)
+    for made in found.made:
+        assert made.error is not None and "audio of 9000 bytes must be a sound that can be read" in made.error
+        assert made.reward is None and made.last.policy_versions.tolist() == [0] * len(made.last.tokens)
+    for media, look in (({}, looked), (None, None)):
+        found = await played(job(factory=Gallery, media=media), call("show", "{}"), look=look)
+        assert "media.max_turn_bytes above 0, got image of" in str(found.made[0].error)
+
+
+def test_a_picture_of_a_tool_leaves_its_process_as_a_file() -> None:
+    told = in_worker("rondo.roles.sampling.tools:open_tools", {"tools": {"draw": f"{__name__}:draw"}})(["draw", {}])
+    [content, failed] = decode(json.loads(told.text), [memoryview(each) for each in told.buffers])
+    assert not failed and content[0] == {"type": "text", "text": "two:"}
+    assert [Image.open(io.BytesIO(each)).size for each in content[1]["video"]] == [(4, 2), (4, 2)]
+    assert (
+        parts_of([{"type": "text", "text": "a"}])
+        is parts_of([{"type": "user"}, {}])
+        is parts_of([])
+        is parts_of(5)
+        is None
+    )
+
+
+def draw() -> list[dict[str, Any]]:
+    """Draws."""
+    return [{"type": "text", "text": "two:"}, {"type": "video", "video": [Image.new("RGB", (4, 2))] * 2}]
+
+
 @pytest.mark.parametrize("chat", [True, False])
 async def test_an_environment_answers_each_turn_and_says_what_it_is_worth(chat: bool) -> None:
     found = await played(job(chat=chat, factory=Guess), "4", "9", "5")
@@ -261,7 +368,7 @@ async def test_what_a_step_does_wrong_fails_its_sample_alone() -> None:
     errors = "; ".join(each.error for each in found.made if each.error is not None)
     for error in (
         "Wrong.step failed: CancelledError",
-        "Step.say must be a text or None, got int",
+        "a Step of these or None, got int",
         "finite number, got nan",
     ):
         assert error in errors
@@ -452,6 +559,15 @@ def test_settings_that_no_run_could_follow_are_refused() -> None:
     ):
         with pytest.raises(ValidationError, match=error):
             job(**options)
+    for limits, error in (
+        ({"max_rows": 2}, "rollout.max_rows must be 1 with media.max_turn_bytes"),
+        (
+            {"environment": None, "max_turns": None},
+            "media.max_turn_bytes must be 0 without rollout.environment",
+        ),
+    ):
+        with pytest.raises(ValidationError, match=error):
+            job(factory=Guess, media={"max_turn_bytes": 1}, limits=limits)
     for options, error in (
         ({"tools": [unspoken]}, "must have tools with type hints, and a docstring .* got unspoken"),
         ({"tools": [f"{__name__}:CALLED"]}, "must have tools with type hints, and a docstring .* got .*Called object"),

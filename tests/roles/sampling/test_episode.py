@@ -223,9 +223,12 @@ async def test_turns_have_rewards_and_the_sample_their_sum() -> None:
     for value in (0.25, 0.5):
         await line.generate()
         picture = [{"role": "tool", "content": [{"type": "image"}]}]
-        for says in (line.say, line.new_context):
-            with pytest.raises(RowError, match="what is said must be text, got media in a message of role 'tool'"):
-                await says(picture)
+        with pytest.raises(
+            RowError, match="what a further row begins with must be text, got media in a message of role"
+        ):
+            await line.new_context(picture)
+        with pytest.raises(RowError, match="what is said must have each medium in its part"):
+            await line.say(picture)
         line.reward(value)
         await line.say([{"role": "tool", "content": "4"}])
     made = line.made()

@@ -130,6 +130,7 @@ def columns(made: Sequence[Made], results: Sequence[RewardResult], **rollout: bo
     config = SimpleNamespace(
         rollout=SimpleNamespace(**{"mask_old_tokens": False, "mask_truncated": False} | rollout),
         train=SimpleNamespace(router_replay="off"), components=reward.components, num_parts=2, algorithm=AlgorithmConfig(),
+        media=None,
     )  # fmt: skip
     found = columns_of(cast(Any, config), made, results)
     assert found[1].name == "loss_mask" and found[1].arrays[0].dtype == np.uint8

@@ -14,7 +14,11 @@ PICTURE, SOUND = {"pixel_values": np.zeros((1, 1))}, {"input_features": np.zeros
 
 
 def row(media: Any, reward: float | None, response: int, finish: str = "stop") -> Any:
-    return SimpleNamespace(media=media, reward=reward, response=response, finish=finish, length=response + 4, part=0)
+    tokens = np.zeros(response + 4, np.int32)
+    return SimpleNamespace(
+        media=media, media_key="a", columns=("tokens",), array=lambda _: tokens, reward=reward, response=response,
+        finish=finish, part=0,
+    )  # fmt: skip
 
 
 def told(*ranks: list[Any]) -> dict[str, Any]:

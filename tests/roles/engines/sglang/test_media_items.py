@@ -8,7 +8,7 @@ import numpy as np
 import orjson
 import pytest
 
-from rondo.models.media.inputs import MediaInputs
+from rondo.models.media.inputs import MediaInputs, with_turns
 from rondo.models.tiny import qwen3, qwen3_omni
 from rondo.roles.engines.sglang.media_items import SCHEME, media_body, positions_of
 from rondo.roles.engines.sglang.model_folder import check_served
@@ -31,7 +31,7 @@ def test_an_image_reaches_the_server_as_its_arrays_and_positions() -> None:
     assert body.keys() == {"image_data"}
     [item] = body["image_data"]
     told = orjson.loads(item.removeprefix(SCHEME))
-    assert item.startswith(SCHEME) and told.keys() == {"arrays", "positions", "num_prompt"} and told["num_prompt"] == 4
+    assert item.startswith(SCHEME) and told.keys() == {"arrays", "positions", "spans"} and told["spans"] == [[0, 4]]
     np.testing.assert_array_equal(read(told["arrays"]["pixel_values"]), pixels)
     np.testing.assert_array_equal(read(told["arrays"]["image_grid_thw"]), grid)
     assert read(told["positions"]).tolist() == [[0, 1, 1, 2], [0, 1, 1, 2], [0, 1, 2, 3]]
@@ -51,6 +51,36 @@ def test_each_modality_has_its_own_item_with_the_positions_of_all() -> None:
         "audio_data": {"input_features", "feature_attention_mask"},
     }
     assert len({orjson.dumps(item["positions"]) for item in told.values()}) == 1
+
+
+def test_media_of_later_turns_lie_behind_each_other_in_the_same_items_with_the_places_of_all() -> None:
+    draw = np.random.default_rng(0)
+    pictures = [
+        inputs(pixel_values=draw.random((4 * n, 6), np.float32), image_grid_thw=np.array([[1, 2, 2 * n]]))
+        for n in (1, 2)
+    ]
+    sounds = [
+        inputs(input_features=np.ones((1, 3, n), np.float32), feature_attention_mask=np.ones((1, n), np.int32))
+        for n in (5, 7)
+    ]
+    media = with_turns(pictures[0], [(6, sounds[0]), (12, pictures[1]), (16, sounds[1])])
+    assert media is not None
+    body = media_body(media, np.arange(22))
+    told = {field: orjson.loads(items[0].removeprefix(SCHEME)) for field, items in body.items()}
+    assert told.keys() == {"image_data", "audio_data"}
+    for item in told.values():
+        assert item["spans"] == [[0, 4], [6, 4], [12, 4], [16, 4]]
+        found = read(item["positions"])[0].tolist()
+        assert found == [0, 1, 1, 2, 4, 5, 6, 7, 7, 8, 10, 11, 12, 13, 13, 14, 16, 17, 17, 18, 20, 21]
+    pixels, sound = told["image_data"]["arrays"], told["audio_data"]["arrays"]
+    np.testing.assert_array_equal(
+        read(pixels["pixel_values"]), np.concatenate([each.arrays["pixel_values"] for each in pictures])
+    )
+    assert read(pixels["image_grid_thw"]).tolist() == [[1, 2, 2], [1, 2, 4]]
+    assert sound["input_features"]["shape"] == [2, 3, 7] and read(sound["feature_attention_mask"]).sum(1).tolist() == [
+        5,
+        7,
+    ]
 
 
 def test_a_prefix_goes_on_behind_the_greatest_position_on_all_axes() -> None:

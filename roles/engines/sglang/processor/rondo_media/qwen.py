@@ -27,8 +27,8 @@ from sglang.srt.models.qwen3_omni_moe import _get_feat_extract_output_lengths
 from sglang.srt.multimodal.processors.qwen_vl import QwenVLImageProcessor
 
 _SCHEME = "rondo:"
-_NUM_PROMPT, _PLACES = "rondo_num_prompt", "rondo_places"
-"""How many tokens of a sequence are its prompt, where alone media are; where in it those of a modality are."""
+_SPANS, _PLACES = "rondo_spans", "rondo_places"
+"""(first token, how many) of a sequence where media lie; where in it those of a modality are."""
 
 
 class RondoMediaProcessor(QwenVLImageProcessor):
@@ -91,8 +91,9 @@ def _taken(items: Any, sequence: Any, token: int | None) -> Any:
         return items
     found = [_output(item) if isinstance(item, str) and item.startswith(_SCHEME) else item for item in items]
     for item in found:
-        if isinstance(item, dict) and _NUM_PROMPT in item:
-            item[_PLACES] = np.flatnonzero(np.asarray(sequence[: item[_NUM_PROMPT]]) == token)
+        if isinstance(item, dict) and _SPANS in item:
+            within = np.concatenate([np.arange(at, at + size) for at, size in item[_SPANS]])
+            item[_PLACES] = within[np.asarray(sequence)[within] == token]
     return found
 
 
@@ -103,7 +104,7 @@ def _output(text: str) -> dict[str, Any]:
     arrays = {name: _tensor(told) for name, told in item["arrays"].items()}
     return {
         "format": "processor_output",
-        _NUM_PROMPT: item["num_prompt"],
+        _SPANS: item["spans"],
         **arrays,
         "mrope_positions": positions,
         "mrope_position_delta": after.reshape(1, 1),
