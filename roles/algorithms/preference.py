@@ -57,13 +57,19 @@ def preference_sums(
 
 
 def reward_sums(
-    config: RewardModelConfig, *, chosen: torch.Tensor, rejected: torch.Tensor, num_tokens: torch.Tensor
+    config: RewardModelConfig,
+    *,
+    chosen: torch.Tensor,
+    rejected: torch.Tensor,
+    num_tokens: torch.Tensor,
+    margins: torch.Tensor | float = 0.0,
 ) -> LossSums:
-    """The undivided loss of P pairs, all [P]: rewards r of both answers, and how many tokens these have together.
+    """The undivided loss of P pairs, all [P]: rewards r of both answers, how many tokens these have together, and what of the
+    margin is the pair's own.
 
     -log sigmoid(r(chosen) - r(rejected) - margin) (Ouyang et al. 2022, equation 1; the margin of Touvron et al. 2023, equation 2)
     + c (r(chosen) + r(rejected))^2, c the `center_rewards_coef` (Eisenstein et al. 2023)."""
-    losses = -F.logsigmoid(chosen - rejected - config.margin)
+    losses = -F.logsigmoid(chosen - rejected - config.margin - margins)
     losses = losses + config.center_rewards_coef * (chosen + rejected).square()
     return _summed(losses, {"rewards/chosen": chosen.detach(), "rewards/rejected": rejected.detach()}, num_tokens, {})
 

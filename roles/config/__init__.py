@@ -185,8 +185,9 @@ class JobConfig(Section):
             if getattr(self, name) is not None:
                 yield f"{name} must be None with job 'rl', got settings of it. Remove them, or set job to {name!r}"
         for name, data in self.named_data().items():
-            if data.rejected is not None:
-                yield f"{name}.rejected must be None with job 'rl', which has no pairs, got {data.rejected!r}. Remove it"
+            for column in ("rejected", "margin"):
+                if (given := getattr(data, column)) is not None:
+                    yield f"{name}.{column} must be None with job 'rl', which has no pairs, got {given!r}. Remove it"
         if self.sft is not None and self.sft.evaluate_every is not None:
             yield (
                 "sft.evaluate_every must be None with job 'rl', whose `evaluation` measures the policy, got "

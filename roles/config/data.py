@@ -54,6 +54,8 @@ class DataConfig(Section):
     """Column that the reward function gets as `label`; None for data without one."""
     rejected: str | None = None
     """Of pairs (`dpo`): column with the worse answer, where `label` names that with the better."""
+    margin: str | None = None
+    """Of pairs for a reward model: column with how far apart the rewards of a pair are to be, at least 0."""
     metadata: str | None = None
     """Column with a dict that the reward function gets as `metadata`."""
     media_columns: dict[Kind, str] = Field(default_factory=dict)

@@ -84,6 +84,8 @@ class SupervisedConfig(OptimizerConfig):
         if self.data is not None and (self.data.rejected is not None) != wants:
             rule = "name the column with the worse answer" if wants else "be None, for no pairs are learnt"
             yield f"{at}.data.rejected must {rule}, got {self.data.rejected!r}. {'Set' if wants else 'Remove'} it"
+        if self.data is not None and self.data.margin is not None and at != "reward_model":
+            yield f"{at}.data.margin must be None, for only a reward model has such, got {self.data.margin!r}. Remove it"
         if self.data is not None and self.data.label is None and not self.data.apply_chat_template:
             yield (
                 f"{at}.data.label must name the answer, or be None where {at}.data.apply_chat_template is True and the last "
@@ -185,7 +187,7 @@ class RewardModelConfig(PairsConfig):
 
     place = "reward_model"
     margin: float = Field(0.0, ge=0)
-    """By how much the reward of the better answer is to be above that of the worse."""
+    """By how much the reward of the better answer is to be above that of the worse, and what `data.margin` says of the row."""
     center_rewards_coef: float = Field(0.0, ge=0)
     """Of the square of the sum of a pair's rewards, whose scale only has a middle by that; TRL's `center_rewards_coefficient`."""
 

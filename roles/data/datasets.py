@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,6 +54,8 @@ class Row:
     tools: Sequence[Any] = ()
     rejected: Any = None
     """Of a pair: the worse answer, where `label` is the better; text or a list of chat messages."""
+    margin: float = 0.0
+    """Of a pair: how far apart the rewards of its answers are to be."""
 
 
 class Rows(Protocol):
@@ -150,7 +153,12 @@ def row_of(values: Mapping[str, Any], config: DataConfig, name: str) -> Row:
             for each in (label, rejected)
         )
     tools = () if config.tools is None else read_tools(name, values[config.tools], config)
-    return Row(name, prompt, label, metadata, media, tools, rejected)
+    margin = 0.0 if config.margin is None else values[config.margin]
+    if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < math.inf:
+        raise RowError(
+            f"{name}: {config.margin!r} must be a number, at least 0, got {margin!r:.80}. Correct or remove the row"
+        )
+    return Row(name, prompt, label, metadata, media, tools, rejected, float(margin))
 
 
 def open_dataset(config: DataConfig, name: str = "data", fingerprints: Fingerprints | None = None) -> Dataset:

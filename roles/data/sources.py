@@ -91,7 +91,7 @@ def open_source(config: DataConfig) -> Source:
 
 def named_columns(config: DataConfig) -> dict[str, str]:
     """Columns that the settings name, with what names them."""
-    names = ("prompt", "label", "rejected", "metadata", "tools", "use_audio_in_video")
+    names = ("prompt", "label", "rejected", "margin", "metadata", "tools", "use_audio_in_video")
     named: list[tuple[str | None, str]] = [(getattr(config, name), f"data.{name}") for name in names]
     named += [(column, "data.media_columns") for column in config.media_columns.values()]
     return {column: setting for column, setting in named if column is not None}

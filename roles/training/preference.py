@@ -48,6 +48,7 @@ class Pair:
 
     chosen: Packable
     rejected: Packable
+    margin: float = 0.0
 
     @property
     def cost(self) -> int:
@@ -101,7 +102,7 @@ def encode_pair(
     chosen, rejected = (Packable(np.concatenate([tokens, side]), len(side), media) for side in sides)
     if np.array_equal(chosen.tokens, rejected.tokens):
         raise RowError(f"{row.name}: the answers of a pair must differ, got the same twice. Remove the row")
-    return Pair(chosen, rejected)
+    return Pair(chosen, rejected, row.margin)
 
 
 def _answer(row: Row, value: Any) -> Any:
@@ -221,5 +222,5 @@ class PreferenceLoss:
         """Nothing is kept of a step."""
 
 
-DUMMY = Pair(*(Packable(np.zeros(2, np.int32), 1) for _ in "ab"))
+DUMMY = Pair(Packable(np.zeros(2, np.int32), 1), Packable(np.zeros(2, np.int32), 1))
 """What a rank computes that has no pairs."""

@@ -63,7 +63,10 @@ class RewardLoss:
         rewards = rewards_of(model, self._packing, answers, self._device)
         counts = [pair.chosen.response + pair.rejected.response for pair in pairs]
         tokens = torch.tensor(counts, dtype=torch.float32, device=self._device)
-        sums = reward_sums(self._config, chosen=rewards[::2], rejected=rewards[1::2], num_tokens=tokens)
+        margins = torch.tensor([pair.margin for pair in pairs], dtype=torch.float32, device=self._device)
+        sums = reward_sums(
+            self._config, chosen=rewards[::2], rejected=rewards[1::2], num_tokens=tokens, margins=margins
+        )
         return sums if rows else sums.weightless()
 
     def measure(self) -> None:

@@ -16,7 +16,8 @@ from rondo.models.load import load_tokenizer
 from rondo.models.packing import Packing
 from rondo.models.tiny import qwen3
 from rondo.roles.algorithms.preference import reward_sums
-from rondo.roles.config import JobConfig, RewardModelConfig
+from rondo.roles.config import DataConfig, JobConfig, RewardModelConfig
+from rondo.roles.data.datasets import RowError, row_of
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.preference import Pair
 from rondo.roles.training.reward_model import RewardLoss, rewards_of
@@ -48,6 +49,36 @@ def test_loss_gradient_and_what_is_measured_are_those_of_bradley_and_terry(margi
     }  # fmt: skip
 
 
+def test_a_row_may_have_a_margin_of_its_own_as_in_trl() -> None:
+    config = RewardModelConfig(rows="m:f", steps=1, batch_size=3, margin=0.5)
+    chosen, rejected = (torch.tensor(side, dtype=torch.float64) for side in (CHOSEN, REJECTED))
+    own = [0.0, 1.5, 3.0]
+    found = reward_sums(
+        config, chosen=chosen, rejected=rejected, num_tokens=torch.tensor(NUM_TOKENS), margins=torch.tensor(own)
+    )
+    gaps = np.array(CHOSEN) - REJECTED - 0.5 - own
+    assert float(found.loss) == pytest.approx(np.sum(np.log1p(np.exp(-gaps))), rel=1e-12)
+
+
+@pytest.mark.parametrize("margin", ["1", -0.5, float("nan"), float("inf"), None, True])
+def test_a_margin_that_is_none_fails_its_row(margin: Any) -> None:
+    values = {"prompt": "s21>", "chosen": "12", "rejected": "21", "margin": margin}
+    columns = DataConfig(rows="m:f", label="chosen", rejected="rejected", margin="margin")
+    with pytest.raises(RowError, match="row 7: 'margin' must be a number, at least 0, got"):
+        row_of(values, columns, "row 7")
+
+
+def test_a_column_of_margins_is_learnt_from(folder: Path) -> None:
+    """Of two jobs that differ in it alone the first step's loss differs as the formula has it, and the gradients with it."""
+    columns = {"label": "chosen", "rejected": "rejected"}
+    plain, wide = (
+        opened(folder, data={"rows": f"{folder}/rows.py:{name}", **columns, **more}, evaluate_every=None)[1].step(0)
+        for name, more in (("rows", {}), ("with_margins", {"margin": "margin"}))
+    )
+    assert plain is not None and wide is not None and wide["loss"] > plain["loss"] + 1
+    assert wide["rewards/margins"] == pytest.approx(plain["rewards/margins"], abs=1e-6)
+
+
 Opened = tuple[Backend[RewardLoss], Learning]
 
 
@@ -67,7 +98,9 @@ def opened(folder: Path, position: int = 0, **options: Any) -> Opened:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reward")
     qwen3.build(folder / "model", hidden_size=32, num_layers=2)
-    (folder / "rows.py").write_text(PAIRS)
+    (folder / "rows.py").write_text(
+        f"{PAIRS}\n\ndef with_margins():\n    return [each | {{'margin': 2}} for each in rows()]\n"
+    )
     return folder
 
 
