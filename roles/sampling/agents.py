@@ -170,7 +170,7 @@ class Agents:
         named = {**row.metadata, data.prompt: row.prompt, **({} if data.label is None else {data.label: row.label})}
         (folder / "row.json").write_bytes(orjson.dumps(as_json(named)))
         near = ",".join(filter(None, (os.environ.get("no_proxy") or os.environ.get("NO_PROXY"), "127.0.0.1")))
-        told = {name: getattr(limits, name) for name in Limits.__slots__ if name != "max_s"}
+        told = {name: getattr(limits, name) for name in Limits.__slots__ if name not in ("max_s", "max_turn_bytes")}
         return {
             **os.environ, "no_proxy": near, "NO_PROXY": near, "TMPDIR": str(folder), "OPENAI_BASE_URL": f"{self._url}/v1",
             "OPENAI_API_KEY": session.key, "OPENAI_MODEL": self._config.name, "RONDO_SESSION": session.name,

@@ -170,7 +170,7 @@ async def opened(
 ) -> AsyncIterator[Opened]:  # fmt: skip
     rollout, stops = config.rollout, Stops((END,), stop, TOKENIZER)
     engine, prompt = Stub(says), np.array(ids("Play."), np.int32)
-    context = Context(row, prompt, None, TOKENIZER, range(samples), limits_of(rollout, rollout.max_new_tokens))
+    context = Context(row, prompt, None, TOKENIZER, range(samples), limits_of(config, rollout.max_new_tokens))
     params = SamplingParams(rollout.max_new_tokens, temperature, stop_token_ids=(END,))
 
     async def ask(request: Request) -> Completion:
@@ -519,4 +519,4 @@ async def test_components_of_a_reward_are_weighed_by_the_settings_and_told(tmp_p
 
 
 def test_what_a_session_may_have_is_what_its_sample_may() -> None:
-    assert limits_of(job(limits={"max_turns": 3}).rollout, 256) == Limits(256, 384, 3, 1, None)
+    assert limits_of(job(limits={"max_turns": 3}), 256) == Limits(256, 384, 3, 1, None)
