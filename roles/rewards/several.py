@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from rondo.roles.rewards.worker import RewardError
+from rondo.roles.rewards.scores import RewardError, checked, checked_group
 
 OTHERWISE = "*"
 """The name of the function for rows that name no other."""
@@ -21,14 +21,13 @@ Score = list[Any]
 """[score, details]"""
 
 
-def together(calls: Mapping[str, Call], checked: Callable[[Any], list[Any]], per_group: bool) -> Call:
-    """A dict with the score of each by its name, and its details behind it; per group a list of these. `checked` makes a score of
-    what a function returns, or a list of them."""
+def together(calls: Mapping[str, Call], per_group: bool) -> Call:
+    """A dict with the score of each by its name, and its details behind it; per group a list of these."""
 
     def joined(values: Sequence[Any]) -> Any:
-        scores = [checked(value) for value in values]
         if not per_group:
-            return _named(calls, scores)
+            return _named(calls, [checked(value) for value in values])
+        scores = [checked_group(value) for value in values]
         if len(set(map(len, scores))) > 1:
             numbers = ", ".join(f"{len(each)} of {name}" for name, each in zip(calls, scores, strict=True))
             raise RewardError(f"rewards must each return one score a response, got {numbers}. Score each of them")

@@ -20,7 +20,8 @@ from typing import Any
 
 import orjson
 
-from rondo.roles.rewards.worker import Opened, RewardError, scored_group
+from rondo.roles.rewards.scores import RewardError, scored_group
+from rondo.roles.rewards.worker import Opened
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 from rondo.runtime.values import Encoded, encode

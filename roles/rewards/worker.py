@@ -1,6 +1,6 @@
-"""What a reward worker runs: the user's reward function on one item, and what its result must look like.
+"""What a reward worker runs: the user's reward function on one item.
 
-Owns loading the function, how it is called, and checking what it returns. Does not own the process around it
+Owns loading the function, and how it is called. Does not own what its result must look like (`scores.py`), the process around it
 (`runtime/processes/pool_worker.py`), which functions need none (`function.py`) or what a failed score means (`pool.py`). Imports
 the standard library and orjson, and what the user's module imports.
 
@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 from collections.abc import Awaitable, Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from rondo.runtime.errors import ConfigError, RondoError
+from rondo.roles.rewards.scores import scored, scored_group
+from rondo.roles.rewards.several import chosen, together
+from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 from rondo.runtime.values import Encoded, encode
 
@@ -29,11 +30,6 @@ ASKED_FOR = ("finish_reason", "num_tokens", "max_new_tokens", "turns")
 """What a function may ask for by name: how the response ended ("stop", "length" or "aborted"), its tokens, their limit, and a
 list of what the policy said in each turn."""
 IS_ASYNC = "is it async?"
-_SHOWN_CHARACTERS = 80
-
-
-class RewardError(RondoError, ValueError):
-    """A reward function returned what is no score."""
 
 
 class Opened(NamedTuple):
@@ -74,13 +70,10 @@ def open_function(
     calls = {name: part.call for name, part in parts.items()}
     if isinstance(function, str):
         call = calls[""]
+    elif by is None:
+        call = together(calls, per == "group")
     else:
-        from rondo.roles.rewards.several import chosen, together  # which imports this module
-
-        per_group = per == "group"
-        call = (
-            together(calls, _checked_group if per_group else _checked, per_group) if by is None else chosen(calls, by)
-        )
+        call = chosen(calls, by)
     if unknown := args.keys() - {name for part in parts.values() for name in part.taken}:
         raise ConfigError(
             f"reward.args must name parameters of reward.function, got {', '.join(sorted(unknown))}. Correct the name, or add "
@@ -132,97 +125,6 @@ def _takes(signature: inspect.Signature, name: str) -> bool:
     by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     kinds = {each.name: each.kind for each in signature.parameters.values()}
     return kinds.get(name) in by_name or inspect.Parameter.VAR_KEYWORD in kinds.values()
-
-
-def scored_group(values: Any, components: Mapping[str, float] = MappingProxyType({})) -> Encoded:
-    """[[score, details], ...] of what a reward function returned for a prompt group."""
-    return encode(_checked_group(values, components))
-
-
-def scored(value: Any, components: Mapping[str, float] = MappingProxyType({})) -> Encoded:
-    """[score, details] of what a reward function returned."""
-    return encode(_checked(value, components))
-
-
-def _checked_group(values: Any, components: Mapping[str, float] = MappingProxyType({})) -> list[Any]:
-    if not hasattr(values, "__iter__") or isinstance(values, str | dict):
-        raise RewardError(
-            f"reward must return a list of one score a response, got {_shown(values)}. Or set reward.per to 'response'"
-        )
-    return [_checked(value, components) for value in values]
-
-
-def _checked(value: Any, components: Mapping[str, float] = MappingProxyType({})) -> list[Any]:
-    """[score, details]. RewardError for what is no finite number."""
-    details: dict[Any, Any] = {}
-    if components:
-        value = _summed(value, components)
-    if isinstance(value, dict):
-        if "score" not in value:
-            raise RewardError(
-                f"reward must return a dict with 'score', got the keys {', '.join(map(str, value)) or 'of none'}. Name it so"
-            )
-        details = {name: detail for name, detail in value.items() if name != "score"}
-        value = value["score"]
-    score = _finite(value)
-    try:
-        encode(details)
-    except TypeError:
-        details = {_kept(name): _kept(detail, name) for name, detail in details.items()}
-    return [score, details]
-
-
-def _summed(value: Any, components: Mapping[str, float]) -> dict[Any, Any]:
-    """The dict with its components as numbers, and their weighted sum as its score where it has none."""
-    given = value if isinstance(value, dict) else {}
-    if missing := [name for name in components if name not in given]:
-        raise RewardError(
-            f"reward must return a dict with each of reward.components, got {_shown(value)} without {', '.join(missing)}. "
-            "Add what is missing"
-        )
-    parts = {name: _finite(given[name]) for name in components}
-    return {"score": sum(weight * parts[name] for name, weight in components.items())} | given | parts
-
-
-def _finite(value: Any) -> float:
-    number = _number(value)
-    if not math.isfinite(number):
-        raise RewardError(f"reward must return a finite number, got {number}. Return a number for such a response too")
-    return number
-
-
-def _number(value: Any) -> float:
-    if hasattr(value, "__float__"):
-        try:
-            return float(value)
-        except (TypeError, ValueError, OverflowError):
-            pass  # an array of several numbers, or an int without end
-    if inspect.isgenerator(value) or inspect.isasyncgen(value):
-        got, way = "a generator", "Use return in the place of yield"
-    elif value is None:
-        got, way = "None", "Let each of its paths return one"
-    elif isinstance(value, list | tuple):
-        got, way = (
-            _shown(value),
-            "It is given one response a call: return its score alone",
-        )
-    else:
-        got, way = _shown(value), "Convert it with float()"
-    raise RewardError(f"reward must return a number or a dict with 'score', got {got}. {way}")
-
-
-def _kept(value: Any, name: Any = "") -> Any:
-    """The value, or in its place why it does not travel."""
-    try:
-        encode(value)
-    except TypeError as error:
-        return str(error).replace("value", f"detail {name}".strip(), 1)
-    return value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value).replace("\n", " ")
-    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."
 
 
 @functools.cache

@@ -29,7 +29,7 @@ import orjson
 from rondo.comm.bus.group import NO_VERSION
 from rondo.roles.data.datasets import RowError
 from rondo.roles.engines.engine import Completion, Engine, EngineStats, FinishReason, Request
-from rondo.roles.rewards.worker import RewardError, scored
+from rondo.roles.rewards.scores import RewardError, scored
 from rondo.roles.sampling.episode import Limits, SampleRow
 from rondo.roles.sampling.workflow import Client
 from rondo.roles.serve.answering import Asked

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from rondo.roles.rewards.worker import RewardError, scored, scored_group
+from rondo.roles.rewards.scores import RewardError, scored, scored_group
 from rondo.runtime.values import decode
 
 COMPONENTS = {"right": 1.0, "short": 0.5}

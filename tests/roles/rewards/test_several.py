@@ -9,7 +9,8 @@ import orjson
 import pytest
 
 from rondo.roles.config.data import RewardConfig
-from rondo.roles.rewards.worker import RewardError, in_worker, open_function
+from rondo.roles.rewards.scores import RewardError
+from rondo.roles.rewards.worker import in_worker, open_function
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.values import decode
 

@@ -7,8 +7,8 @@ from typing import Any
 import orjson
 import pytest
 
+from rondo.roles.rewards.scores import RewardError
 from rondo.roles.rewards.verdicts import ASK, READ, open_verdicts
-from rondo.roles.rewards.worker import RewardError
 from rondo.runtime.errors import ConfigError
 
 YES_NO = {"yes": 1.0, "no": 0.0}
