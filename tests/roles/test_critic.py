@@ -71,6 +71,7 @@ class Trainer:
 
 class Row:
     group, part, media, reward, finish, response, length = 0, 0, None, 1.0, "stop", 2, 4
+    columns = ("tokens", "policy_versions")
 
     def array(self, column: str) -> np.ndarray:
         return np.zeros(4 if column == "tokens" else 2, np.int32 if column == "policy_versions" else np.float32)

@@ -155,7 +155,8 @@ class Bus:
                 part=0,
                 media=None,
                 response=1,
-                length=len(batch(step)[at].mask),
+                columns=("tokens",),
+                array=lambda _, at=at: batch(step)[at].mask,  # as many as tokens
                 reward=1.0,
                 finish="stop",
             )
