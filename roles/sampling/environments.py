@@ -170,7 +170,7 @@ class Environments:
         elif (step := getattr(environment, "step", None)) is not None:
             found = await self._call(context, self._name, step, turn.text)
             found = Step(over=True) if found is None else found if isinstance(found, Step) else Step(found)
-            say = found.say if isinstance(found.say, str | None) else tools.parts_of(found.say)
+            say = found.say if isinstance(found.say, str | None) else await asyncio.to_thread(tools.parts_of, found.say)
             if say is None and found.say is not None:
                 raise EnvironmentFailed(
                     f"step must return a text, parts of a message with media, a Step of these or None, got "
@@ -208,7 +208,8 @@ class Environments:
             return arguments
         if whose == self._name or inspect.iscoroutinefunction(tool):
             try:
-                return tools.answered(await self._call(context, whose, tool, **arguments))
+                value = await self._call(context, whose, tool, **arguments)
+                return await asyncio.to_thread(tools.answered, value)
             except _Raised as error:
                 return tools.failed(error.raised)
             except EnvironmentFailed as error:

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 Settings = TypeVar("Settings", bound="JobConfig")
 SETTING = "rollout.environment"
 _MARK = "<tool_call>"
+_AS_FILE = {**dict.fromkeys(("CMYK", "HSV", "LAB", "RGBX", "YCbCr"), "RGB"), "La": "LA", "PA": "RGBA", "RGBa": "RGBA"}
+"""Modes of pictures that no PNG has, and in which they are written."""
 
 
 class Answer(NamedTuple):
@@ -162,10 +164,12 @@ def answered(value: Any) -> Answer:
     error where it has none."""
     if isinstance(value, str):
         return Answer(_encodable(value))
-    if (parts := parts_of(value)) is not None:
-        return Answer(parts)
     try:
+        if (parts := parts_of(value)) is not None:
+            return Answer(parts)
         return Answer("" if value is None else orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+    except (ValueError, OSError) as error:
+        return failed(error)
     except orjson.JSONEncodeError:
         try:
             return Answer(_encodable(str(value)))
@@ -175,7 +179,8 @@ def answered(value: Any) -> Answer:
 
 def parts_of(value: Any) -> list[dict[str, Any]] | None:
     """The parts of a message that a value is, Pillow's pictures in them as the bytes of files: such a picture, or a list of parts
-    with media among them. None for anything else."""
+    with media among them. None for anything else; ValueError or OSError for pictures that no file can be of. Large pictures take
+    seconds: not in the loop."""
     if _is_picture(value):
         value = [{"type": "image", "image": value}]
     kinds = (
@@ -192,7 +197,11 @@ def _as_file(value: Any) -> Any:
         return [_as_file(each) for each in value]
     if not _is_picture(value):
         return _encodable(value) if isinstance(value, str) else value
-    value.save(file := io.BytesIO(), "PNG")
+    if not (value.width and value.height):
+        raise ValueError(f"a picture must have a pixel or more, got {value.width} x {value.height}")
+    if value.mode in _AS_FILE:
+        value = value.convert(_AS_FILE[value.mode])
+    value.save(file := io.BytesIO(), "PNG", compress_level=1)
     return file.getvalue()
 
 

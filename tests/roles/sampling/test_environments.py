@@ -221,6 +221,14 @@ class Gallery:
         """
         return [{"type": "text", "text": "hear:"}, {"type": "audio", "audio": b"a" * size}]
 
+    def cut(self, width: int) -> Any:
+        """Shows a part of a picture.
+
+        Args:
+            width: of it
+        """
+        return Image.new("CMYK", (4, 2)).crop((0, 0, width, 2))
+
 
 class Screen:
     """A game that shows where it stands, and in the end something that is no part."""
@@ -261,6 +269,24 @@ async def test_what_tools_and_environments_show_is_said_and_stays_with_the_sampl
         and "what is said must have each medium in its part" in error
         and len(found.made[0].rows[0].shown) == 2
     )
+
+
+async def test_a_picture_that_is_empty_is_told_and_one_of_print_is_shown_each_written_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    save, threads = Image.Image.save, list[threading.Thread]()
+
+    def noted(picture: Image.Image, *args: Any, **options: Any) -> None:
+        threads.append(threading.current_thread())
+        save(picture, *args, **options)
+
+    monkeypatch.setattr(Image.Image, "save", noted)
+    shows = job(factory=Gallery, media={"max_turn_bytes": 1 << 20})
+    found = await played(shows, call("cut", '{"width": 0}'), call("cut", '{"width": 3}'), "done", look=looked)
+    assert "tool\nError: ValueError: a picture must have a pixel or more, got 0 x 2<|im_end|>" in found.prompts[1]
+    assert found.prompts[2].endswith("tool\n<image><|im_end|>\n<|im_start|>assistant\n") and found.made[0].error is None
+    await played(job(factory=Screen, media={"max_turn_bytes": 1 << 20}), "a", "c", look=looked)
+    assert len(threads) == 2 and threading.main_thread() not in threads
 
 
 async def test_media_that_cannot_be_shown_fail_their_sample_alone_and_say_why() -> None:
