@@ -19,6 +19,7 @@ import orjson
 from aiohttp import web
 from yarl import URL
 
+from rondo.launch.dashboard.blocks import open_own
 from rondo.runtime.admin.endpoint import AdminServer
 from rondo.runtime.admin.guard import Scope, TurnedDown
 
@@ -43,7 +44,7 @@ def noted(run: Path, url: str, token: str) -> Iterator[None]:
     """While the body lasts, the leader of that run finds this dashboard; not where another is there already."""
     fd = -1
     with contextlib.suppress(OSError):
-        fd = os.open(run / NOTE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = open_own(run / NOTE)
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         os.ftruncate(fd, 0)
         os.pwrite(fd, orjson.dumps({"url": url, "token": token}), 0)

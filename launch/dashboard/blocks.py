@@ -2,7 +2,7 @@
 
 Owns the form of the file and the lock on it. Does not own what an index holds. A block is one JSON line, of which "bytes" and
 "crc" are ours, and raw bytes behind it. Invariants: only whole blocks are read; a torn one, and all behind it, is cut off; one
-process writes at a time, others keep what they would write in memory.
+process writes at a time, others keep what they would write in memory; nothing is written through a link.
 
     blocks = Blocks(run / FOLDER / "metrics")
     for head, data in blocks.read(): ...
@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import stat
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -69,7 +70,7 @@ class Blocks:
         if self._fd < 0:
             with contextlib.suppress(OSError):
                 self._path.parent.mkdir(exist_ok=True)
-                fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                fd = open_own(self._path, os.O_APPEND)
                 try:
                     fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 except OSError:  # another dashboard has it
@@ -77,6 +78,27 @@ class Blocks:
                 else:
                     self._fd = fd
         return self._fd >= 0
+
+
+def open_own(path: Path, flags: int = 0) -> int:
+    """A file of mode 0600 to read and write, made where there is none. OSError where it, or its folder, is a link or another
+    user's: who looks at a run of others must not be led to write elsewhere."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fd = os.open(
+            path.name,
+            flags | os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC,
+            0o600,
+            dir_fd=folder,
+        )
+        told, owners = os.fstat(fd), {os.fstat(each).st_uid for each in (folder, fd)}
+        if owners != {os.geteuid()} or not stat.S_ISREG(told.st_mode) or told.st_nlink != 1:
+            os.close(fd)
+            raise PermissionError(f"{path} must be a file of this user alone")
+        os.fchmod(fd, 0o600)
+        return fd
+    finally:
+        os.close(folder)
 
 
 def _next(line: bytes, read: Any) -> tuple[dict[str, Any], bytes] | None:

@@ -12,13 +12,15 @@ A row's number is its place in the index: it stays, until a file is written anew
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zlib import crc32
 
 import numpy as np
@@ -186,13 +188,21 @@ class Samples:
         self._changed.clear()
 
     def _load(self) -> None:
-        for head, data in self._blocks.read():
-            for number, name, beginning, offset in head["files"]:
-                if number == len(self._files):
-                    self._file(_File(name, beginning))
-                self._files[number].head, self._files[number].offset = beginning, offset
-            rows = np.frombuffer(data, _ROW)
-            self._rows = np.concatenate([self._rows[: self._num], rows])
+        """What the index holds; of one that is not ours nothing."""
+        rows = []
+        try:
+            for head, data in self._blocks.read():
+                for number, name, beginning, offset in head["files"]:
+                    if number == len(self._files):
+                        self._file(_File(name, beginning))
+                    self._files[number].head, self._files[number].offset = beginning, offset
+                rows.append(np.frombuffer(data, _ROW))
+        except (KeyError, IndexError, TypeError, ValueError):
+            self._blocks.clear()
+            self._empty()
+            return
+        if sum(map(len, rows)):
+            self._rows = np.concatenate(rows)
             self._num = self._num_written = len(self._rows)
 
     # ---- what is asked ----------------------------------------------------------------------------------------------
@@ -221,11 +231,10 @@ class Samples:
         found: list[dict[str, Any]] = []
         until, text = time.monotonic() + seconds, wanted.search.casefold()
         next_row = None
-        for number in numbers[::-1].tolist():
+        for number, line in self._lines(files, rows, numbers[::-1].tolist()):
             if len(found) == limit or (text and time.monotonic() > until):
                 next_row = number + 1
                 break
-            line = self._line(files, rows[number])
             if line is not None and (not text or any(text in each.casefold() for each in _texts(line))):
                 found.append(_shown(number, files, rows[number], line, _SHOWN))
         return {
@@ -248,30 +257,45 @@ class Samples:
 
         def told(chosen: np.ndarray) -> list[dict[str, Any]]:
             numbers = np.flatnonzero(chosen)[:_GROUP].tolist()
-            lines = ((each, self._line(files, rows[each])) for each in numbers)
+            lines = self._lines(files, rows, numbers)
             return [_shown(each, files, rows[each], line, _SHOWN) for each, line in lines if line is not None]
 
-        line = self._line(files, row)
+        ((_, line),) = self._lines(files, rows, [number])
         sample = _shown(number, files, row, {} if line is None else line, _SHOWN_WHOLE)
         return {"sample": sample, "group": told(here), "elsewhere": told(elsewhere)}
 
-    def _line(self, files: list[_File], row: np.void) -> dict[str, Any] | None:
-        """None where the file is not what it was."""
-        if row["size"] > _MOST_OF_LINE:
-            return {"error": f"a line of {row['size']} bytes, which is not shown"}
-        try:
-            with (self._folder / files[row["file"]].name).open("rb") as file:
-                file.seek(row["offset"])
-                found = orjson.loads(file.read(row["size"]))
-        except (FileNotFoundError, orjson.JSONDecodeError):
-            return None
-        return found if isinstance(found, dict) else None
+    def _lines(
+        self, files: list[_File], rows: np.ndarray, numbers: list[int]
+    ) -> Iterator[tuple[int, dict[str, Any] | None]]:
+        """(number, line) of those rows in that order; None where the file is not what it was. A file is opened once for
+        all rows of it that follow each other."""
+        for of, those in groupby(numbers, lambda number: int(rows["file"][number])):
+            with contextlib.ExitStack() as opened:
+                file = None
+                with contextlib.suppress(OSError):
+                    file = opened.enter_context((self._folder / files[of].name).open("rb"))
+                for number in those:
+                    yield (
+                        number,
+                        None if file is None else _line(file, int(rows["offset"][number]), int(rows["size"][number])),
+                    )
 
     def close(self) -> None:
         with self._lock:
             if self._num > self._num_written:
                 self._write()
             self._blocks.close()
+
+
+def _line(file: BinaryIO, offset: int, size: int) -> dict[str, Any] | None:
+    if size > _MOST_OF_LINE:
+        return {"error": f"a line of {size} bytes, which is not shown"}
+    try:
+        file.seek(offset)
+        found = orjson.loads(file.read(size))
+    except (OSError, orjson.JSONDecodeError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def _in_order(name: str) -> tuple[bool, int, str]:

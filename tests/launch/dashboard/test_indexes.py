@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from rondo.launch.dashboard import behind
 from rondo.launch.dashboard import metrics as metrics_module
 from rondo.launch.dashboard import samples as samples_module
 from rondo.launch.dashboard.blocks import FOLDER, Blocks
@@ -117,6 +118,51 @@ def test_a_folder_that_cannot_be_written_to_is_read_all_the_same(tmp_path: Path)
     metrics, found = all_of(run)
     assert found["loss"]["num"] == 10  # type: ignore[index]
     metrics.close()
+
+
+@pytest.mark.parametrize("link", ["file", "hard link", "folder"])
+def test_an_index_that_leads_elsewhere_is_not_written_and_the_run_is_read_all_the_same(
+    tmp_path: Path, link: str
+) -> None:
+    run, other = a_run(tmp_path), tmp_path / "other"
+    other.mkdir()
+    for name in ("metrics", "samples"):
+        (other / name).write_text("of somebody else")
+    if link == "folder":
+        (run / FOLDER).symlink_to(other)
+    else:
+        (run / FOLDER).mkdir()
+        for name in ("metrics", "samples"):
+            (run / FOLDER / name).hardlink_to(other / name) if link != "file" else (run / FOLDER / name).symlink_to(
+                other / name
+            )
+    metrics, found = all_of(run)
+    samples = Samples(run)
+    samples.advance()
+    assert found["loss"]["num"] == 10 and samples.find(Wanted(), None, 1)["total"] == 58  # type: ignore[index]
+    metrics.close()
+    samples.close()
+    assert [(other / name).read_text() for name in ("metrics", "samples")] == ["of somebody else"] * 2
+
+
+def test_the_note_of_a_dashboard_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "other").write_text("of somebody else")
+    (tmp_path / behind.NOTE).symlink_to(tmp_path / "other")
+    with behind.noted(tmp_path, "http://127.0.0.1:1", "token"):
+        assert (tmp_path / "other").read_text() == "of somebody else"
+
+
+@pytest.mark.parametrize("files", [[[7, "step_000000.jsonl", 0, 0]], [[0, "../metrics.jsonl", 0, 0]], [[0]], None])
+def test_an_index_of_samples_that_says_what_none_of_ours_does_is_made_anew(tmp_path: Path, files: object) -> None:
+    run = a_run(tmp_path)
+    blocks = Blocks(run / FOLDER / "samples")
+    assert list(blocks.read()) == []
+    blocks.append({"files": files}, b"")
+    blocks.close()
+    samples = Samples(run)
+    samples.advance()
+    assert samples.find(Wanted(), None, 1)["total"] == 58
+    samples.close()
 
 
 def test_a_step_that_ran_again_counts_as_its_last_run() -> None:
