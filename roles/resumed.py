@@ -1,7 +1,7 @@
 """Samples that a checkpoint keeps: generated and scored, not yet trained. A resumed run does not make them again.
 
 Owns copying them out of the rings, the file, and finding those of a lease. Does not own which groups are open (the index says),
-nor their media and derived columns, which are cheap to make again.
+nor their prompts' media and derived columns, which are cheap to make again.
 
     checkpoints/step_000050/samples.safetensors
         tokens            int32   all rows end to end, and so every base column

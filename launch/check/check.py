@@ -46,7 +46,7 @@ from rondo.launch.track.settings import missing
 from rondo.roles.config import EndpointConfig, SupervisedConfig
 from rondo.roles.config.supervised import unread
 from rondo.roles.engines.sglang.requirements import of_context
-from rondo.roles.streams import media_bytes, row_bytes, sampled_bytes
+from rondo.roles.streams import media_bytes, row_bytes, sampled_bytes, turn_bytes
 from rondo.runtime.admin.tls import server_context
 from rondo.runtime.admin.tokens import read_token_file
 from rondo.runtime.config import AdminConfig
@@ -224,7 +224,8 @@ def _ring(config: RunConfig, routed: int) -> Iterator[Finding]:
     needed = group_bytes(config, routed)
     if needed > config.bus.ring_bytes:
         beside = f" and media of up to {media}" if media else ""
-        way = ", or lower media.max_group_bytes" if media else ""
+        most = {"media.max_group_bytes": media, "media.max_turn_bytes": samples * turn_bytes(config)}
+        way = f", or lower {max(most, key=lambda name: most[name])}" if media else ""
         yield error(
             f"bus.ring_bytes must hold one prompt group, {samples} samples of up to {row} bytes{beside} = {needed}, "
             f"got {config.bus.ring_bytes}. Raise bus.ring_bytes to {needed} or more{way}"

@@ -252,7 +252,9 @@ def node_parts(config: RunConfig, facts: Facts, shape: Shape, counts: Mapping[st
     parts = segment_bytes(config, facts.num_parameters, facts.num_tensors, shape, counts)
     workers = config.reward.num_workers * _LIGHT
     if config.media is not None:
-        workers += config.media.num_workers * (_HEAVY + 2 * config.media.max_group_bytes)
+        workers += config.media.num_workers * (
+            _HEAVY + 2 * max(config.media.max_group_bytes, config.media.max_turn_bytes)
+        )
     computing = programs = asleep = 0
     for group in config.groups:
         number = counts.get(group.name, 0)

@@ -65,9 +65,10 @@ class _Room:
     def check(self, num_bytes: int, refs: Sequence[MediaRef]) -> None:
         if num_bytes > self.num_bytes:
             limit = {"group": "media.max_group_bytes =", "turn": "what is left of media.max_turn_bytes,"}[self.of]
+            less = {"group": "remove the row", "turn": "show less"}[self.of]
             raise MediaError(
                 f"{_named(refs)} must take at most {limit} {self.num_bytes} bytes once processed, got {num_bytes} or more. "
-                "Raise it, lower the token or frame limits, or remove the row"
+                f"Raise it, lower the token or frame limits, or {less}"
             )
 
 

@@ -265,6 +265,8 @@ def test_a_ring_must_also_hold_the_media_of_a_prompt_group(make: Make) -> None:
         f"got 67108864. Raise bus.ring_bytes to {needed} or more, or lower media.max_group_bytes"
     ]
     assert judged(make("media.max_group_bytes=67108864", f"bus.ring_bytes={needed}")) == []
+    [said] = judged(make("media.max_turn_bytes=20971520", "rollout.workflow=own:turns"))
+    assert "4 samples of up to 209" in said and said.endswith("or lower media.max_turn_bytes")
 
 
 def test_more_ranks_than_devices_are_told(make: Make) -> None:
