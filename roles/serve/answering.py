@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from aiohttp import web
 from rondo.roles.engines.engine import SamplingParams
 from rondo.roles.engines.stops import token_stops
 from rondo.roles.serve.conversation import said_in
+from rondo.roles.serve.pieces import pieces_of
 from rondo.roles.serve.requests import Answer, Ask, one_seed
 from rondo.roles.serve.sampling import Sampling, require_tops, token_ids
 from rondo.roles.serve.service import SESSION, Service, stream_events
@@ -138,8 +140,21 @@ class Asked(ABC):
         message = self.reply(answer)
         said = b"" if message is None else said_in(message)
         self.service.trajectories.record(
-            self.session, self.prompts[ask.rid], ask, answer, text, messages=self.messages, reply=message, said=said
-        )
+            self.session, self.prompts[ask.rid], ask, answer, text, messages=self.messages, reply=message, said=said,
+            untold=None if message is None else self._untold(ask, answer, message),
+        )  # fmt: skip
+
+    def _untold(self, ask: Ask, answer: Answer, message: Mapping[str, Any]) -> dict[str, str]:
+        """What of the reply its caller may not give back: its reasoning, and its content where that says more than was told."""
+        tokens, tokenizer = answer.sampled.tokens, self.service.tokenizer
+        matched = None if answer.finish is None else answer.finish.matched
+        if isinstance(matched, int) and matched in pieces_of(tokenizer).special:
+            tokens = tokens[:-1]  # the template writes the end of a turn
+        whole = message
+        if not isinstance(matched, str) or ask.keep_stop:
+            whole = self.reply(replace(answer, text=text_of(tokenizer, tokens))) or message
+        names = ["reasoning_content"] + ["content"] * (whole.get("content") != message["content"])
+        return {name: whole[name] for name in names if whole.get(name)}
 
     def headers(self) -> dict[str, str]:
         """What of a session's prompts was recorded, and why not all."""

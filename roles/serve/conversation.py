@@ -72,16 +72,18 @@ def arguments_of(found: Any, tokenizer: Any) -> dict[str, Any]:
     return found
 
 
-def with_reasoning(kept: Trajectories, session: str | None, messages: list[Message]) -> list[Message]:
-    """The same conversation, with the reasoning that clients leave out of the replies that this session recorded."""
+def as_sampled(kept: Trajectories, session: str | None, messages: list[Message]) -> list[Message]:
+    """The same conversation, with what clients leave out of the replies that this session recorded, reasoning, and what they were
+    not told of them: special tokens, and what the last token has behind a stop string."""
     if session is None:
         return messages
     found = list(messages)
     for depth, message in enumerate(messages):
-        if message["role"] == "assistant" and "reasoning_content" not in message:
-            reasoning = kept.reasoning(session, depth, said_in(message))
-            if reasoning is not None:
-                found[depth] = message | {"reasoning_content": reasoning}
+        if message["role"] == "assistant":
+            whole = kept.untold(session, depth, said_in(message))
+            found[depth] = message | {
+                name: text for name, text in whole.items() if name == "content" or name not in message
+            }
     return found
 
 

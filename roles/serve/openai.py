@@ -28,7 +28,7 @@ from pydantic import Field, PlainValidator, model_validator
 
 from rondo.roles.serve.answering import Asked
 from rondo.roles.serve.calls import CallReader, call_reader
-from rondo.roles.serve.conversation import arguments_of, messages_of, tools_of, with_reasoning
+from rondo.roles.serve.conversation import arguments_of, as_sampled, messages_of, tools_of
 from rondo.roles.serve.fields import Count, Fields, Name, require_off, shown
 from rondo.roles.serve.output import OutputReader, Part
 from rondo.roles.serve.pieces import REPLACEMENT, Pieces, pieces_of
@@ -103,7 +103,7 @@ async def chat(service: Service, session: str | None, given: Any) -> Asked:
     num_top = body.top_logprobs
     if num_top and (not body.logprobs or num_top > _MAX_TOP):
         raise ConfigError(f"top_logprobs must be 0 to {_MAX_TOP}, and come with logprobs, got {num_top}. Correct it")
-    messages = with_reasoning(service.trajectories, session, messages)
+    messages = as_sampled(service.trajectories, session, messages)
     text = await service.work.render(arguments | {"messages": messages, "tools": tools}, most=service.max_chars)
     asked = _OpenAI(service, session, body, "chatcmpl", num_top if body.logprobs else None)
     asked.messages = messages

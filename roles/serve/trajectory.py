@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+import sys
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -113,7 +114,7 @@ class _Session:
     calls: list[Call] = field(default_factory=list)
     chains: Chains = field(default_factory=Chains)
     said: dict[tuple[_Said | None, bytes], _Said] = field(default_factory=dict)
-    reasoning: dict[tuple[int, bytes], str] = field(default_factory=dict)
+    untold: dict[tuple[int, bytes], Mapping[str, str]] = field(default_factory=dict)
     num_bytes: int = 0
     num_calling: int = 0
 
@@ -234,9 +235,9 @@ class Trajectories:
             parted = f"the prompt's tokens leave what was recorded behind {size} of them"
         return Prompt(tokens, text, known, parted)
 
-    def reasoning(self, name: str, depth: int, said: bytes) -> str | None:
-        """The reasoning that the reply behind `depth` messages came with, which says as much without it as `said`."""
-        return self._within(name).reasoning.get((depth, said))
+    def untold(self, name: str, depth: int, said: bytes) -> Mapping[str, str]:
+        """The fields of the reply behind `depth` messages that hold more than `said`, as they were sampled."""
+        return self._within(name).untold.get((depth, said), {})
 
     # ---- the record ---------------------------------------------------------------------------------------------------------
 
@@ -251,9 +252,10 @@ class Trajectories:
         messages: Sequence[Mapping[str, Any]] | None = None,
         reply: Mapping[str, Any] | None = None,
         said: bytes = b"",
+        untold: Mapping[str, str] | None = None,
     ) -> None:
         """One sample of a call that is let in. `text` is its tokens' behind the prompt, with nothing left out; `said` is what
-        the reply is known by where its reasoning is left out."""
+        the reply is known by where its reasoning is left out; `untold` are its fields that hold more."""
         session = self._within(name)
         assert answer.finish is not None
         before = session.num_bytes
@@ -264,9 +266,9 @@ class Trajectories:
         conversation = self._say(session, messages or ())
         told = None if reply is None else orjson.dumps(reply)
         session.num_bytes += sampled.num_bytes + _CALL_BYTES + len(told or b"")
-        if reply is not None and conversation is not None and "reasoning_content" in reply:
-            session.reasoning[conversation.depth, said] = reply["reasoning_content"]
-            session.num_bytes += len(said) + _CALL_BYTES
+        if untold and conversation is not None:
+            session.untold[conversation.depth, said] = untold
+            session.num_bytes += len(said) + _CALL_BYTES + sum(map(sys.getsizeof, untold.values()))
         call = Call(
             ask.rid, ask.index, sampled, prompt.reused_tokens, prompt.parted, answer.finish.kind, time.time(), conversation,
             told,

@@ -520,3 +520,16 @@ async def test_components_of_a_reward_are_weighed_by_the_settings_and_told(tmp_p
 
 def test_what_a_session_may_have_is_what_its_sample_may() -> None:
     assert limits_of(job(limits={"max_turns": 3}), 256) == Limits(256, 384, 3, 1, None)
+
+
+@pytest.mark.parametrize("said", ["1<|im_start|>2", "<|im_start|>"])
+async def test_special_tokens_that_a_program_is_not_told_are_there_behind_its_answer_in_the_same_row(
+    said: str, tmp_path: Path
+) -> None:
+    async with opened(job(), tmp_path, lambda prompt: said) as at:
+        with at.open() as session:
+            told = await at.chat(session, user("a"))
+            assert told == said.replace("<|im_start|>", "")
+            await at.chat(session, user("a"), reply(told), user("b"))
+            [row] = at.sessions.ended(session)
+    assert [text for own, text in texts(row) if own] == 2 * [f"{said}<|im_end|>"]

@@ -124,6 +124,19 @@ async def test_an_answer_that_was_cut_is_gone_on_from() -> None:
     assert told["calls"][0]["finish_reason"] == "length"
 
 
+async def test_what_the_last_token_has_behind_a_stop_string_that_stays_is_there_behind_the_answer() -> None:
+    own = merging()
+    async with serving(lambda prompt: ids("xab and", own), own=own) as served:
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        more: Any = {"stop": ["xa"], "extra_body": {"no_stop_trim": True}}
+        reply = (await say(served, messages, **more)).parse().choices[0].message
+        messages += [{"role": "assistant", "content": reply.content}, {"role": "user", "content": "on"}]
+        await say(served, messages, **more)
+        told = await served.get("/rondo/trajectories/task-7")
+    assert (reply.content, told["calls"][0]["text"]) == ("xa", "xab")
+    assert told["calls"][1]["parted"] is None and len(told["rows"]) == 1
+
+
 async def test_samples_of_one_call_are_rows_of_their_own_and_streams_are_recorded_too() -> None:
     async with serving(lambda prompt: "hello") as served:
         create = served.openai.chat.completions.create
