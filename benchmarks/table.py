@@ -128,6 +128,20 @@ def hostile(f: Figures) -> Iterator[Row]:
     )
 
 
+def rewards(f: Figures) -> Iterator[Row]:
+    yield (
+        "reward hub, cases that the sources of its checkers publish: scored as they do, of all; rows/s a core",
+        "; ".join(f"{name} {of['agree']} of {of['cases']}, {of['rows_per_s']:,}" for name, of in f["checkers"].items()),
+    )
+    pool = f["hostile"]
+    yield (
+        f"{pool['answers']:,} answers made to hold `{pool['checker']}` up, through a pool of {pool['workers']} workers: hung, "
+        "killed their worker, raised; median, p99, slowest",
+        f"{pool['hung']}, {pool['crashed']}, {pool['raised']}; {pool['median_ms']:.1f} ms, {pool['p99_s']:.1f} s, "
+        f"{pool['slowest_s']:.1f} s",
+    )
+
+
 def autoscale(f: Figures) -> Iterator[Row]:
     told = [
         f"{name} {row['rondo']['out']}, {row['rondo']['in']}, {row['rondo']['turns']}, {row['rondo']['above']:.1%}, "
@@ -468,7 +482,7 @@ def sglang_weights(f: Figures) -> Iterator[Row]:
 
 ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("start", start), ("chaos", chaos), ("scale", scale), ("soak", soak), ("faults", faults), ("strangers", strangers),
-    ("hostile", hostile),
+    ("hostile", hostile), ("rewards", rewards),
     ("autoscale", autoscale), ("calls", calls),
     ("trl", trl), ("trl_pretrained", trl_pretrained), ("shared_prompts", shared_prompts), ("paper", paper),
     ("generation", generation), ("serve", serve), ("dispatch", dispatch), ("sglang_weights", sglang_weights), ("ring", ring),

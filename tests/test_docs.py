@@ -266,11 +266,12 @@ SELDOM = {
     "omni_digits",
     "pretrained_sums",
     "reward_model",
+    "scored",
     "sft",
     "video_digits",
 }
 """Examples that run with RONDO_TEST_LONG=1 alone: tests/e2e/ trains on every kind of media, and replays routes;
-tests/roles/sampling/test_agents.py runs the agent of its example;
+tests/roles/sampling/test_agents.py runs the agent of its example; tests/roles/test_reward_model.py asks a reward model;
 and whichever model is built is loaded from its folder as a pretrained one is."""
 
 

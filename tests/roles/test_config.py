@@ -178,6 +178,22 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
             "train.lora must be None with job 'reward_model', whose head no adapter holds",
         ),
         ([("data.rejected", "bad")], "data.rejected must be None with job 'rl', which has no pairs, got 'bad'"),
+        ([("data.margin", "by")], "data.margin must be None with job 'rl', which has no pairs, got 'by'. Remove it"),
+        (
+            [("job", "sft"), ("sft.rows", None), ("sft.data", {"path": "a", "margin": "by"})],
+            "sft.data.margin must be None, for only a reward model has such, got 'by'. Remove it",
+        ),
+        (
+            [
+                ("job", "dpo"),
+                ("dpo", {"data": {"path": "a", "rejected": "b", "margin": "by"}, "steps": 1, "batch_size": 1}),
+            ],
+            "dpo.data.margin must be None, for only a reward model has such, got 'by'. Remove it",
+        ),
+        (
+            [("genrm", {"model": {"path": "rm"}, "answers": "score"}), ("media", {})],
+            "genrm.answers must be 'text' with media, which reward models here do not see, got 'score'. Change it",
+        ),
         (
             [("job", "dpo"), ("dpo", {"data": {"path": "a"}, "steps": 1, "batch_size": 1})],
             "dpo.data.rejected must name the column with the worse answer, got None. Set it",
