@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,9 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 300.0
 FINISH_S = 60.0
 """Within which all is told once the run is over; `rondo track` goes on with what is not."""
 _LOOK_S = 0.2
+_KILLED_S = 5.0
+"""Within which one that was killed is gone, unless its kernel holds it (a disk that does not answer)."""
+_CREDENTIALS = re.compile(r"(?<=://)[^/\s]*@")
 
 
 class Beside:
@@ -80,7 +84,7 @@ class Beside:
                 code = await self._once(name, module)
                 if code == 0 and self._ending.is_set():
                     return
-                why = "\n".join(last_lines(self._log(name), 1)) or "said nothing"
+                why = _CREDENTIALS.sub("...@", "".join(last_lines(self._log(name), 1))) or "said nothing"
                 self._tell("tracker_died", {"tracker": name, "how": exit_text(code), "why": why, "again_in_s": pause_s})
             if is_last:
                 return
@@ -118,11 +122,14 @@ class Beside:
             )  # fmt: skip
 
     def _end(self, child: subprocess.Popen[bytes]) -> int:
-        """Also of what it forked. Until it is waited for nobody else has its number."""
+        """Also of what it forked. Until it is waited for nobody else has its number. Nobody waits for one that cannot die."""
         self._end_input(child)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-        return child.wait()
+        try:
+            return child.wait(_KILLED_S)
+        except subprocess.TimeoutExpired:
+            return -signal.SIGKILL
 
     @staticmethod
     def _end_input(child: subprocess.Popen[bytes]) -> None:

@@ -243,14 +243,24 @@ async def test_a_killed_process_is_told_of_and_has_another_life_when_the_run_is_
     assert running.done() and beside.pids() == {}
 
 
-async def test_what_cannot_start_is_tried_again_and_says_why_and_a_stop_waits_for_nobody(tmp_path: Path) -> None:
+async def test_what_cannot_start_is_tried_again_and_says_why_without_a_password_and_a_stop_waits_for_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, what = made_run(tmp_path / "demo"), list[tuple[str, Mapping[str, Any]]]()
     (run / "tensorboard").touch()
-    beside = told_by(run, what, 0.01)
+    with pytest.raises(FileExistsError):
+        follow(run, BOARD, over)
+    said = "FileExistsError: tensorboard of http://me:secret@there/board"
+    (tmp_path / "ends_at_once.py").write_text(f"raise SystemExit({said!r})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    beside = Beside(
+        run, {"tensorboard": "ends_at_once"}, lambda kind, data: what.append((kind, data)), first_pause_s=0.01
+    )
     running = asyncio.create_task(beside.run())
     async with asyncio.timeout(120):
         await until(lambda: len(what) > 1)
         await beside.finish(running, lambda: True)
     kind, data = what[0]
-    assert (kind, data["how"]) == ("tracker_died", "exit code 1") and "FileExistsError" in data["why"]
+    assert (kind, data["how"]) == ("tracker_died", "exit code 1")
+    assert data["why"] == "FileExistsError: tensorboard of http://...@there/board"
     assert running.done() and beside.pids() == {}
