@@ -32,7 +32,7 @@ from rondo.roles.engines.engine import Completion, Engine, EngineStats, FinishRe
 from rondo.roles.rewards.scores import RewardError, scored
 from rondo.roles.sampling.episode import Limits, SampleRow
 from rondo.roles.sampling.workflow import Client
-from rondo.roles.serve.answering import Asked
+from rondo.roles.serve.service import Call
 from rondo.roles.serve.spans import Span
 from rondo.roles.serve.trajectory import Trajectories
 from rondo.runtime.admin.guard import TurnedDown
@@ -170,7 +170,7 @@ class Sessions:
         self._end(session)
 
     @contextmanager
-    def admitted(self, asked: Asked) -> Iterator[None]:
+    def admitted(self, asked: Call) -> Iterator[None]:
         session, claim = self._opened(asked.session), object()
         session.claims[claim] = self._claimed(session, asked)
         try:
@@ -178,7 +178,7 @@ class Sessions:
         finally:
             del session.claims[claim]
 
-    def _claimed(self, session: Session, asked: Asked) -> _Claim:
+    def _claimed(self, session: Session, asked: Call) -> _Claim:
         """What the call takes, which becomes what the run would ask."""
         limits, params = session.limits, session.request.params
         if (sampling := asked.sampling) is not None and not self._other_sampling:

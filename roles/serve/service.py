@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import orjson
@@ -25,16 +25,14 @@ from rondo.roles.serve.fields import shown
 from rondo.roles.serve.limits import BODY_S, LONG_BODY_BYTES, MAX_LONG_BODIES, MAX_NAME
 from rondo.roles.serve.pieces import pieces_of
 from rondo.roles.serve.prompt_work import PromptWork
-from rondo.roles.serve.requests import Requests
-from rondo.roles.serve.trajectory import Trajectories
+from rondo.roles.serve.requests import Ask, Requests
+from rondo.roles.serve.sampling import Sampling
+from rondo.roles.serve.trajectory import Prompt, Trajectories
 from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.admin.server import dumps, status_of
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
 from rondo.runtime.reference import uncollected
 from rondo.runtime.waits import wait_for
-
-if TYPE_CHECKING:
-    from rondo.roles.serve.answering import Asked
 
 SESSION = "X-Rondo-Session"
 _SESSIONS = (SESSION, "X-Session-ID")
@@ -52,13 +50,22 @@ ScorePrompt = Callable[[np.ndarray, int, int], Awaitable[tuple[np.ndarray, np.nd
 log-probs [R, K]."""
 
 
+class Call(Protocol):
+    """What a request of any dialect asks for (`answering.py`)."""
+
+    session: str | None
+    asks: list[Ask]
+    prompts: dict[str, Prompt]
+    sampling: Sampling | None
+
+
 class Samples(Protocol):
     """Who asks, and how much, where every session is a sample of a run (`sampling/agent_sessions.py`)."""
 
     def session_of(self, key: str, named: str | None) -> str:
         """The session that a key opens, which a header may name too. TurnedDown without one that is open."""
 
-    def admitted(self, asked: Asked) -> AbstractContextManager[None]:
+    def admitted(self, asked: Call) -> AbstractContextManager[None]:
         """A call that is answered while the body lasts, with what the run says of its sampling. TurnedDown beyond a budget."""
 
     def rewarded(self, session: str, given: Any) -> None:
