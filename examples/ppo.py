@@ -4,8 +4,8 @@
 
 The task and the warm-up are those of the quick start, but a reward counts the digits that stand where they belong, and every
 prompt is sampled twice instead of eight times: what a group's siblings tell the quick start's advantages is told here by values.
-The critic begins as the warmed-up policy with a value head, and has the first steps for itself. Look at `explained_variance` of
-"critic" in metrics.jsonl: it rises from about 0, and the reward with it.
+The critic begins as the warmed-up policy with a value head, and has the first steps for itself. Look at `explained_variance` in
+the lines of the steps and at the end: it rises from below 0 to about 0.15, and the reward with it.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ not judge: every figure is read from the run's files or from the supervisor's ou
 from __future__ import annotations
 
 import collections
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -73,6 +74,8 @@ class Summary:
     modalities: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Kind of rows, where some have media -> samples trained, and means over samples: their reward in the first tenth of the
     steps and in the last, and in that the tokens of a response and the part of them that was clipped."""
+    explained_variance: Mapping[str, float] = field(default_factory=dict)
+    """Of the critic's values, in the "first" tenth of its steps and in the "last"; the mean over these."""
     restarts: Mapping[str, int] = field(default_factory=dict)
     recovery_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds from a death to a role group that is ready again; the slowest of each role."""
@@ -132,6 +135,7 @@ def summarize(
         left_out=left_out(run / "events.jsonl", steps),
         log_prob_gap=largest_gaps(steps),
         modalities=by_modality(steps),
+        explained_variance=explained_variance(read_records(metrics)),
         first_step_s=first_time - started if first_time is not None and started is not None else None,
         longest_wait_s=_mean([record["longest_wait_s"] for record in steps if "longest_wait_s" in record]),
         staleness_tokens=dict(
@@ -221,6 +225,14 @@ def by_modality(steps: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float
     return found
 
 
+def explained_variance(records: Iterator[Mapping[str, Any]]) -> dict[str, float]:
+    """As in `Summary`."""
+    steps = {record["critic"]["step"]: record["critic"] for record in records if "critic" in record}
+    told = [found for step in sorted(steps) if (found := steps[step].get("explained_variance")) is not None]
+    tenth = -(-len(told) // 10)
+    return {"first": statistics.fmean(told[:tenth]), "last": statistics.fmean(told[-tenth:])} if told else {}
+
+
 def waits_by_role(records: Iterator[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Seconds waited, by role and wait. A record's "waits_s" counts up from its process's start; a figure below the one
     before it is a new process, and what the old one had waited stays counted."""
@@ -302,6 +314,9 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
         yield f"rows: {kind}", " ".join(f"{name}={value:.4g}" for name, value in figures.items())
     if summary.log_prob_gap:
         yield "log_prob_gap", " ".join(f"{name}={value:.2g}" for name, value in summary.log_prob_gap.items())
+    if summary.explained_variance:
+        values = summary.explained_variance.items()
+        yield "explained_variance", " ".join(f"{name}={value:.3f}" for name, value in values)
     yield "restarts", _pairs(summary.restarts) or "0"
     if summary.recovery_s:
         yield "recovery_s", _pairs(summary.recovery_s)

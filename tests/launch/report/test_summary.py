@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from rondo.launch.report.plot import evaluation_lines
@@ -106,6 +107,22 @@ def test_the_largest_gap_of_any_step_is_told_for_each_modality(tmp_path: Path) -
         ],
     )
     assert summarize(run, exit_code=0, wall_s=1.0).log_prob_gap == {"all": 2e-6, "image": 3e-6}
+
+
+def test_the_explained_variance_of_a_critic_is_told_of_its_first_and_last_steps_as_they_ran_last(
+    tmp_path: Path,
+) -> None:
+    def told(number: int, variance: float | None) -> dict[str, Any]:
+        found = {} if variance is None else {"explained_variance": variance}
+        return {"kind": "metrics", "critic": {"step": number, **found}}
+
+    values = [-1.0, *(number / 20 for number in range(1, 20))]
+    again = [told(0, 0.0), told(20, None)]  # after a restart; and a step whose returns are all equal
+    run = run_with(tmp_path, [step(0, 1.0), *(told(*each) for each in enumerate(values)), *again])
+    summary = summarize(run, exit_code=0, wall_s=1.0)
+    assert summary.explained_variance == pytest.approx({"first": 0.025, "last": 0.925})
+    assert dict(rows(summary))["explained_variance"] == "first=0.025 last=0.925"
+    assert summarize(run_with(tmp_path, [step(0, 1.0)]), exit_code=0, wall_s=1.0).explained_variance == {}
 
 
 def test_the_file_is_the_same_as_the_summary(tmp_path: Path) -> None:
