@@ -385,6 +385,12 @@ class RewardConfig(Section):
                 f"{', '.join(self.function)}, got weights of {', '.join(self.components) or 'none'}. "
                 "A weight of 0 writes down what counts for nothing; or set reward.by"
             )
+        for name in ("retry_s", "total_s"):
+            if isinstance(own := self.args.get(name), int | float) and own >= self.deadline_s:
+                yield (
+                    f"reward.deadline_s must be longer than reward.args {name}, since what reaches it has no reward, got "
+                    f"{self.deadline_s:g} and {own:g}. Raise it"
+                )
         if self.overlong_tokens is None and self.overlong_penalty != 1:
             yield (
                 "reward.overlong_tokens must be set with reward.overlong_penalty, got only overlong_penalty "

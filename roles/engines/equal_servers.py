@@ -13,6 +13,7 @@ also while it waits for room. A server that fails for itself, or for a moment, i
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -55,8 +56,8 @@ class EqualServers:
         """Calls that are at a server now."""
         return self._busy.total()
 
-    async def ask(self, call: Callable[[SGLangClient], Awaitable[T]]) -> T:
-        """What `call` returns for one of them."""
+    async def ask(self, call: Callable[[SGLangClient], Awaitable[T]], *, seed: str = "") -> T:
+        """What `call` returns for one of them. `seed`: of the pauses between its tries, so that many do not come at once."""
         began, peer = time.monotonic(), ", ".join(client.url for client in self._clients()) or self._what
         try:
             await self._enter(peer)
@@ -64,7 +65,7 @@ class EqualServers:
                 # Where none answers, who waited for room until now has no more time than who was asking.
                 left_s = max(began, self._answered) + self._deadline_s - time.monotonic()
                 async with waiting(self._what, peer=peer, deadline_s=left_s):
-                    return await self._asked(call)
+                    return await self._asked(call, random.Random(seed))
             finally:
                 self._room.release()
         except DeadlineExceeded as error:
@@ -82,7 +83,7 @@ class EqualServers:
         finally:
             self.num_waiting -= 1
 
-    async def _asked(self, call: Callable[[SGLangClient], Awaitable[T]]) -> T:
+    async def _asked(self, call: Callable[[SGLangClient], Awaitable[T]], draw: random.Random) -> T:
         pause_s, tried = _PAUSE_S, set[SGLangClient]()
         while True:
             every = self._clients()
@@ -103,7 +104,7 @@ class EqualServers:
                     self._refused(error)
                     self._last = str(error)
                 self.num_failed += 1
-            await asyncio.sleep(pause_s)
+            await asyncio.sleep(pause_s * draw.uniform(0.5, 1.5))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _refused(self, error: RondoError) -> None:

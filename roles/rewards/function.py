@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 
 from rondo.roles.rewards.worker import IS_ASYNC, Opened, in_worker
-from rondo.runtime.errors import Closed, DeadlineExceeded
+from rondo.runtime.errors import Closed, DeadlineExceeded, PeerGone
 from rondo.runtime.processes.pool import Outcome, Pool, PoolStats
 from rondo.runtime.processes.pool_worker import failed
 from rondo.runtime.reference import load_reference
@@ -64,6 +64,8 @@ class UserFunction:
         )
         self._here: Opened | None = None
         self._closed = False
+        self.is_mixed = False
+        """Of several functions, some plain and some async: all run in the processes, one after another."""
 
     async def start(self) -> None:
         """Loads it in processes, so that one that cannot be loaded harms nobody; an async one here, too, and these end.
@@ -71,6 +73,7 @@ class UserFunction:
         ConfigError for one that cannot be loaded or called."""
         await self._pool.start()
         [told] = await self._pool.run([encode(IS_ASYNC)])
+        self.is_mixed = told.value is None
         if told.value:
             name, settings = self._open
             self._here = await asyncio.to_thread(load_reference(name, self._source), **settings)
@@ -87,10 +90,13 @@ class UserFunction:
     async def _run_here(self, opened: Opened, item: Encoded) -> Outcome:
         try:
             async with waiting(self._work, peer=self._source, deadline_s=self._deadline_s):
-                value = _decoded(opened.check(await opened.call(_decoded(item))))
+                found = opened.call(_decoded(item))
+                value = _decoded(opened.check(await found if hasattr(found, "__await__") else found))
         except DeadlineExceeded:
             cause = f"{self._work} must return within {self._deadline_s:g} s, got no end. It was cancelled"
             return Outcome(error=cause, timed_out=True, brief=cause)
+        except PeerGone as error:  # of a service, which says nothing of the item
+            return Outcome(error=str(error), timed_out=True, brief=str(error))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the function raises is this item's error
             _, text, kind, brief = failed(error)
             return Outcome(error=text, kind=kind, brief=brief)

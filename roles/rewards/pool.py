@@ -15,6 +15,7 @@ both sides together.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType, TracebackType
@@ -98,26 +99,28 @@ class RewardPool:
     ) -> None:
         self._per_group = per == "group"
         self._judge, self._weight = judge, weight
-        self._function = UserFunction(
-            "rondo.roles.rewards.worker:open_function",
-            {
-                "function": function if isinstance(function, str) else dict(function),
-                "per": per,
-                "components": dict(components),
-                "by": by,
-                "args": dict(args),
-            },
-            work="reward",
-            source="reward.function",
-            num_workers=num_workers,
-            deadline_s=deadline_s,
-            load_deadline_s=load_deadline_s,
-        )
+        self._settings = {
+            "function": function if isinstance(function, str) else dict(function),
+            "per": per,
+            "components": dict(components),
+            "by": by,
+            "args": dict(args),
+        }
+        self._open = functools.partial(
+            UserFunction, "rondo.roles.rewards.worker:open_function", work="reward", source="reward.function",
+            num_workers=num_workers, deadline_s=deadline_s, load_deadline_s=load_deadline_s,
+        )  # fmt: skip
+        self._functions = [self._open(self._settings)]
         self._num_scored = self._num_errors = self._num_timed_out = 0
 
     async def start(self) -> None:
         """Loads the function. ConfigError when it cannot be, with what its module raised."""
-        await self._function.start()
+        [whole] = self._functions
+        await whole.start()
+        if whole.is_mixed:  # so that the async ones, which wait, hold up no process and all wait beside each other
+            await whole.close()
+            self._functions = [self._open(self._settings | {"only": only}) for only in (False, True)]
+            await asyncio.gather(*(each.start() for each in self._functions))
         if self._judge is not None:
             await self._judge.start()
 
@@ -127,12 +130,15 @@ class RewardPool:
         Raises Closed after `close`, and the pool's own error (ConfigError, WorkerDied) when workers cannot be had any
         more.
         """
-        scoring = self._score_group(items) if self._per_group else self._score_each(items)
-        if self._judge is None:
-            results = await scoring
-        else:
-            found = zip(*await asyncio.gather(scoring, self._judge.score(items)), strict=True)
-            results = [self._joined(ruled, judged) for ruled, judged in found]
+        score = self._score_group if self._per_group else self._score_each
+        asked = [score(function, items) for function in self._functions]
+        if self._judge is not None:
+            asked.append(self._judged(items, self._judge))
+        found = await asyncio.gather(*asked)
+        judged = None if self._judge is None else found.pop()
+        results = [functools.reduce(_summed, each) for each in zip(*found, strict=True)]
+        if judged is not None:
+            results = [_summed(*both) for both in zip(map(_as_rule, results), judged, strict=True)]
         num_scored, num_timed_out = (
             sum(each.score is not None for each in results),
             sum(each.timed_out for each in results),
@@ -142,26 +148,23 @@ class RewardPool:
         self._num_errors += len(results) - num_scored - num_timed_out
         return results
 
-    def _joined(self, ruled: RewardResult, judged: RewardResult) -> RewardResult:
-        """The sum of both; where one failed that is what failed."""
-        details = ruled.details | judged.details
-        if ruled.score is None or judged.score is None:
-            return replace(ruled if ruled.score is None else judged, score=None, details=details)
-        return RewardResult(ruled.score + self._weight * judged.score, details | {"rule": ruled.score})
+    async def _judged(self, items: Sequence[RewardItem], judge: Judge) -> list[RewardResult]:
+        found = await judge.score(items)
+        return [each if each.score is None else replace(each, score=self._weight * each.score) for each in found]
 
-    async def _score_each(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+    async def _score_each(self, function: UserFunction, items: Sequence[RewardItem]) -> list[RewardResult]:
         encoded = [_encoded(item, item.response, [getattr(item, name) for name in ASKED_FOR]) for item in items]
-        outcomes = iter(await self._function.run([item for item in encoded if isinstance(item, Encoded)]))
+        outcomes = iter(await function.run([item for item in encoded if isinstance(item, Encoded)]))
         found = (next(outcomes) if isinstance(item, Encoded) else item for item in encoded)
         return [_result(outcome, None if outcome.error is not None else outcome.value) for outcome in found]
 
-    async def _score_group(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+    async def _score_group(self, function: UserFunction, items: Sequence[RewardItem]) -> list[RewardResult]:
         """Of the samples of one prompt, whose label, prompt and metadata are the same."""
         if not items:
             return []
         told = [[getattr(item, name) for item in items] for name in ASKED_FOR]
         encoded = _encoded(items[0], [item.response for item in items], told)
-        [outcome] = await self._function.run([encoded]) if isinstance(encoded, Encoded) else [encoded]
+        [outcome] = await function.run([encoded]) if isinstance(encoded, Encoded) else [encoded]
         if outcome.error is None and len(outcome.value) != len(items):
             text = (
                 f"reward must return one score a response, {len(items)}, got {len(outcome.value)}. Score each of them"
@@ -171,14 +174,15 @@ class RewardPool:
         return [_result(outcome, score) for score in scores]
 
     def stats(self) -> RewardStats:
-        pool = self._function.stats()
+        pool = self._functions[0].stats()  # one that is async has no processes
         return RewardStats(
             self._num_scored, self._num_errors, self._num_timed_out, pool.num_restarts, pool.num_waiting, pool.pids
         )
 
     async def close(self) -> None:
         """Kills every worker and waits until none is left. Callers of `score` get Closed. May be called twice."""
-        await self._function.close()
+        for function in self._functions:
+            await function.close()
         if self._judge is not None:
             await self._judge.close()
 
@@ -190,6 +194,18 @@ class RewardPool:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
+
+
+def _as_rule(result: RewardResult) -> RewardResult:
+    return result if result.score is None else replace(result, details=result.details | {"rule": result.score})
+
+
+def _summed(one: RewardResult, other: RewardResult) -> RewardResult:
+    """The sum of both; where one failed that is what failed."""
+    details = one.details | other.details
+    if one.score is None or other.score is None:
+        return replace(one if one.score is None else other, score=None, details=details)
+    return RewardResult(one.score + other.score, details)
 
 
 def _result(outcome: Outcome, scored: Sequence[Any] | None) -> RewardResult:

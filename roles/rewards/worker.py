@@ -34,11 +34,11 @@ IS_ASYNC = "is it async?"
 
 class Opened(NamedTuple):
     """A function of the user's: `call` gives it an item, and returns what it returns; `check` makes of that what travels, or
-    raises what is wrong with it."""
+    raises what is wrong with it. `is_async` is None of several of which some are."""
 
     call: Callable[[Any], Any]
     check: Callable[[Any], Encoded]
-    is_async: bool
+    is_async: bool | None
 
 
 def in_worker(
@@ -67,26 +67,40 @@ def open_function(
     components: Mapping[str, float] = MappingProxyType({}),
     by: str | None = None,
     args: Mapping[str, Any] = MappingProxyType({}),
+    only: bool | None = None,
 ) -> Opened:
     """The function that scores one item, of one response or of a group's; or several, each a component by its name or, with `by`,
     the one that this metadata names. `components`: what their dicts must hold, with weights. `args`: of the functions that have
-    such parameters. ConfigError for one that cannot be called so."""
+    such parameters. `only` those that are async, or are not: the score is what these add to it. ConfigError for one that cannot
+    be called so."""
     named = {"": function} if isinstance(function, str) else function
     parts = {name: _open_one(each, per, args) for name, each in named.items()}
-    calls = {name: part.call for name, part in parts.items()}
+    calls = {name: part.call for name, part in parts.items() if only in (None, part.is_async)}
+    if only is not None and by is None:
+        components = {name: components[name] for name in calls}
     if isinstance(function, str):
         call = calls[""]
     elif by is None:
         call = together(calls, per == "group")
     else:
-        call = chosen(calls, by)
+        call = chosen(dict.fromkeys(parts, _nothing if per == "response" else _nothings) | calls, by)
     if unknown := args.keys() - {name for part in parts.values() for name in part.taken}:
         raise ConfigError(
             f"reward.args must name parameters of reward.function, got {', '.join(sorted(unknown))}. Correct the name, or add "
             "the parameter"
         )
     check = functools.partial(scored if per == "response" else scored_group, components=components)
-    return Opened(call, check, all(part.is_async for part in parts.values()))
+    asyncs = {part.is_async for name, part in parts.items() if name in calls}
+    return Opened(call, check, asyncs.pop() if len(asyncs) == 1 else None)
+
+
+def _nothing(_: list[Any]) -> float:
+    """The score of a row that another function has."""
+    return 0.0
+
+
+def _nothings(item: list[Any]) -> list[float]:
+    return [0.0] * len(item[0])
 
 
 class _Part(NamedTuple):
@@ -113,7 +127,7 @@ def _open_one(function: str, per: str, args: Mapping[str, Any]) -> _Part:
     except TypeError as error:
         raise ConfigError(
             f"reward.function must take ({per if per == 'response' else 'responses'}, label, *, prompt, metadata), got "
-            f"{function} ({error}). Change its parameters"
+            f"{function} ({error}). Change its parameters, or give them in reward.args"
         ) from error
     except ValueError:
         pass  # a builtin without a signature

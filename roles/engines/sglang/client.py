@@ -21,7 +21,7 @@ from typing import Any, Self
 import orjson
 
 from rondo.roles.engines.faults import NotThere
-from rondo.roles.engines.sglang.connections import Connections
+from rondo.roles.engines.sglang.connections import MAX_BODY_BYTES, Connections
 from rondo.runtime.errors import ConfigError, PeerGone, Refused, RondoError
 from rondo.runtime.waits import wait_for
 
@@ -32,20 +32,28 @@ Moved = Callable[[], float] | None
 class ServerError(Refused):
     """The server answered with an error: `status` of HTTP, `path`, and its words."""
 
-    def __init__(self, url: str, path: str, status: int, words: str) -> None:
-        super().__init__(f"{path} of the SGLang server {url} must succeed, got HTTP {status}: {words}")
+    def __init__(self, url: str, path: str, status: int, words: str, what: str = "SGLang server") -> None:
+        super().__init__(f"{path} of the {what} {url} must succeed, got HTTP {status}: {words}")
         self.path = path
         self.status = status
         self.words = words
 
 
 class SGLangClient:
-    """Calls to one server. Use it inside `async with`; connections are kept alive and not limited in number."""
+    """Calls to one server. Use it inside `async with`; connections are kept alive and not limited in number. `what` it is, for
+    messages."""
 
-    def __init__(self, url: str, *, api_key: str | None = None) -> None:
-        self.url = url.rstrip("/")
+    def __init__(
+        self,
+        url: str,
+        *,
+        api_key: str | None = None,
+        what: str = "SGLang server",
+        max_body_bytes: int = MAX_BODY_BYTES,
+    ) -> None:
+        self.url, self._what = url.rstrip("/"), what
         headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._connections = Connections(self.url, headers)
+        self._connections = Connections(self.url, headers, max_body_bytes)
 
     @property
     def num_heard(self) -> int:
@@ -106,11 +114,11 @@ class SGLangClient:
         except OSError as error:  # ConnectionError is one
             refused = isinstance(error, ConnectionRefusedError) or not isinstance(error, ConnectionError)
             raise (NotThere if refused else PeerGone)(
-                f"the SGLang server {self.url} must answer {path}, got {type(error).__name__}: {error}. Read its log"
+                f"the {self._what} {self.url} must answer {path}, got {type(error).__name__}: {error}. Read its log"
             ) from error
         told = _read(content)
         if status != 200:
-            raise ServerError(self.url, path, status, _words(told))
+            raise ServerError(self.url, path, status, _words(told), self._what)
         return told
 
 

@@ -25,7 +25,7 @@ _KEEP_S = 2.0
 """A connection idle for longer is not used again: servers close theirs after 5 s, and a call on one that was just closed would
 look like the server's end."""
 _MAX_HEAD_BYTES = 1 << 16
-_MAX_BODY_BYTES = 1 << 32
+MAX_BODY_BYTES = 1 << 32
 _JOINED_BYTES = 1 << 16
 """A longer body is not copied behind its head."""
 
@@ -33,7 +33,8 @@ _JOINED_BYTES = 1 << 16
 class Connections:
     """As many connections to `url` as there are calls at a time. Used on one event loop; `close` ends the calls under way."""
 
-    def __init__(self, url: str, headers: Mapping[str, str]) -> None:
+    def __init__(self, url: str, headers: Mapping[str, str], max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self._most = max_body_bytes
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or parts.hostname is None:
             raise ConfigError(
@@ -75,7 +76,7 @@ class Connections:
 
         try:
             connection.transport.writelines(message)
-            status, answer, keeps = await _answer(connection, None if on_body is None else tell)
+            status, answer, keeps = await _answer(connection, None if on_body is None else tell, self._most)
             self.num_heard += 1
         finally:
             if keeps and connection.clean:
@@ -152,9 +153,10 @@ class _Connection(asyncio.Protocol):
             await self.more()
         return await self.read(end + 4)
 
-    async def read_all(self) -> bytes:
+    async def read_all(self, most: int) -> bytes:
         """Until the server ends the connection in order."""
         while not self.ended or self._broken is not None:
+            _bounded(len(self.received), most)
             await self.more()
         return bytes(self.received)
 
@@ -178,7 +180,9 @@ class _Connection(asyncio.Protocol):
             self._come.set_result(None)
 
 
-async def _answer(connection: _Connection, on_body: Callable[[bytes], None] | None) -> tuple[int, bytes, bool]:
+async def _answer(
+    connection: _Connection, on_body: Callable[[bytes], None] | None, most: int
+) -> tuple[int, bytes, bool]:
     """(status, body, whether the server keeps the connection)."""
     status = 0
     while status < 200:  # interim answers come before the real one
@@ -190,32 +194,34 @@ async def _answer(connection: _Connection, on_body: Callable[[bytes], None] | No
     keeps = fields.get(b"connection") != b"close" and not first.startswith(b"http/1.0")
     tell = on_body if status == 200 else None
     if fields.get(b"transfer-encoding") == b"chunked":
-        body = await _chunks(connection, tell)
+        body = await _chunks(connection, tell, most)
     elif b"content-length" in fields:
-        body = await connection.read(_number(fields[b"content-length"], 10, _MAX_BODY_BYTES))
+        body = await connection.read(_number(fields[b"content-length"], 10, most))
     elif status in (204, 304):
         body = b""
     else:
-        body = await connection.read_all()
+        body = await connection.read_all(most)
     if tell is not None and body:
         tell(body)
         body = b""
     return status, body, keeps
 
 
-async def _chunks(connection: _Connection, tell: Callable[[bytes], None] | None) -> bytes:
+async def _chunks(connection: _Connection, tell: Callable[[bytes], None] | None, most: int) -> bytes:
     """Those that came together at a time are told together; what nobody was told at the end."""
-    received, found = connection.received, list[bytes]()
+    received, found, total = connection.received, list[bytes](), 0
     while True:
         at = 0
         while (end := received.find(b"\r\n", at)) >= 0:
-            size = _number(bytes(received[at:end]).partition(b";")[0], 16, _MAX_BODY_BYTES)
+            size = _number(bytes(received[at:end]).partition(b";")[0], 16, most)
             if size == 0 and (trailer := received.find(b"\r\n\r\n", end)) >= 0:
                 del received[: trailer + 4]
                 return b"".join(found)
             if size == 0 or len(received) < end + size + 4:
                 break
             found.append(bytes(received[end + 2 : end + 2 + size]))
+            total += size
+            _bounded(total if tell is None else 0, most)
             at = end + size + 4
         del received[:at]
         if tell is not None and found:
@@ -224,13 +230,18 @@ async def _chunks(connection: _Connection, tell: Callable[[bytes], None] | None)
         await connection.more()
 
 
+def _bounded(num_bytes: int, most: int) -> None:
+    if num_bytes > most:
+        raise _strange(f"more than {most} bytes")
+
+
 def _number(text: bytes, base: int, most: int) -> int:
     try:
         found = int(text, base)
     except ValueError:
         found = -1
     if not 0 <= found <= most:
-        raise _strange(f"{text[:80]!r} for a number")
+        raise _strange(f"{text[:80]!r} for a number of at most {most}")
     return found
 
 

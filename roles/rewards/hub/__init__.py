@@ -3,6 +3,7 @@
 answers        one right answer, as text: exact, boxed, gsm8k, multiple_choice, gpqa, f1; and how answers are found in responses
 minerva        dapo: answers brought to one form; symbolic, compared as mathematics: math, deepscaler, geo3k, openr1mm
 programs       code: a program's tests, run in the sandbox
+service        remote: what an HTTP service gives
 forms          the form alone: tags, format; and random, a control
 """
 
@@ -23,6 +24,7 @@ _FACE = {
     "geo3k": "rondo.roles.rewards.hub.symbolic",
     "openr1mm": "rondo.roles.rewards.hub.symbolic",
     "code": "rondo.roles.rewards.hub.programs",
+    "remote": "rondo.roles.rewards.hub.service",
     "tags": "rondo.roles.rewards.hub.forms",
     "format": "rondo.roles.rewards.hub.forms",
     "random": "rondo.roles.rewards.hub.forms",

@@ -10,8 +10,6 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from rondo.runtime.errors import ConfigError
-
 
 def tags(response: str, label: Any, *, prompt: Any, metadata: Any, names: Sequence[str] = ("think", "answer")) -> float:
     """1 for these tags once each, in this order, with text in each and none around them; spaces between them do not count."""
@@ -26,10 +24,8 @@ def tags(response: str, label: Any, *, prompt: Any, metadata: Any, names: Sequen
     return float(not rest)
 
 
-def format(response: str, label: Any, *, prompt: Any, metadata: Any, pattern: str | None = None) -> float:
+def format(response: str, label: Any, *, prompt: Any, metadata: Any, pattern: str) -> float:
     """1 where the whole response matches the regular expression `pattern`, in which a dot is any character."""
-    if pattern is None:
-        raise ConfigError("reward.args must name the pattern of the reward 'format', got none. Set {'pattern': '...'}")
     return float(re.fullmatch(pattern, response, re.DOTALL) is not None)
 
 

@@ -113,8 +113,9 @@ def test_a_config_names_a_reward_and_an_unknown_name_gets_the_nearest() -> None:
         RewardConfig(function="maths")
     with pytest.raises(ValueError, match="Known: boxed, code, dapo, deepscaler"):
         RewardConfig(function={"right": "something", "form": "tags"})
+    needed = {"remote": {"url": "http://127.0.0.1:1"}, "format": {"pattern": "7"}}
     for name in hub.__all__:
-        open_function(RewardConfig(function=name).function)
+        open_function(RewardConfig(function=name).function, args=needed.get(name, {}))
 
 
 def test_without_its_package_a_checker_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
