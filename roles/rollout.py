@@ -66,6 +66,8 @@ class RolloutRole:
         self._ctx = ctx
         # By (group, epoch): a group whose lease was lost can come back here before its old task has ended.
         self._running: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._fewer = asyncio.Event()
+        """A group has ended, or a sample left its place at the engine."""
         self._left_out = set[str]()
 
     async def run(self) -> None:
@@ -77,7 +79,9 @@ class RolloutRole:
             config.genrm, Records(ctx.run_dir), seed=config.seed, num_workers=limits.num_workers, deadline_s=limits.deadline_s,
             load_deadline_s=ctx.load_s,
         )  # fmt: skip
-        self._progress = Progress(limits.deadline_s + (0 if config.genrm is None else config.genrm.longest_s))
+        self._progress = Progress(
+            limits.deadline_s + (0 if config.genrm is None else config.genrm.longest_s), left=self._fewer.set
+        )
         self._rewards = RewardPool(
             limits.function, by=limits.by, args=limits.args, per=limits.per, components=limits.components,
             num_workers=limits.num_workers,
@@ -171,10 +175,11 @@ class RolloutRole:
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         while not self._ctx.stopping.is_set():
-            while len(self._running) >= (limit := self._most_groups()):
-                await asyncio.wait(self._running.values(), return_when=asyncio.FIRST_COMPLETED)
+            while (room := self._room()) < 1:
+                self._fewer.clear()
+                await self._fewer.wait()
             with self._ctx.span("wait for a lease", beside="leases"):
-                answer = await self._next(limit - len(self._running))
+                answer = await self._next(room)
             if "grants" in answer:
                 for grant in answer["grants"]:
                     lease = Lease(**{**grant, "have": {sample: told_of(*told) for sample, *told in grant["have"]}})
@@ -190,9 +195,14 @@ class RolloutRole:
         for task in list(self._running.values()):
             task.cancel()
 
-    def _most_groups(self) -> int:
-        """Prompt groups to have in flight: one wave decodes, one waits."""
-        return max(1, -(-2 * self._replica.num_slots // self._job.config.rollout.samples_per_prompt))
+    def _room(self) -> int:
+        """Prompt groups to ask for. Of samples at the engine one wave decodes and one waits; those that are whole, or elsewhere
+        (with an environment, a tool, a program), leave their places to others, as far as `rollout.max_episodes` goes."""
+        rollout, agent = self._job.config.rollout, self._job.config.rollout.agent
+        size, held = rollout.samples_per_prompt, len(self._running)
+        room = max(1, -(-2 * self._replica.num_slots // size)) - held + self._progress.num_away // size
+        most = rollout.max_episodes or (None if agent is None else 2 * agent.max_processes)
+        return room if most is None else min(room, max(1, most // size) - held)
 
     async def _next(self, room: int) -> dict[str, Any]:
         """The coordinator's next piece of work, or an end when this replica is asked to leave meanwhile."""

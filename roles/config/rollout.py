@@ -217,6 +217,9 @@ class RolloutConfig(Section):
     one; more where contexts are replaced, agents talk beside each other, or the chat template rewrites earlier turns."""
     max_episode_s: float | None = Field(None, gt=0)
     """A sample that takes longer ends as far as it came, as aborted."""
+    max_episodes: int | None = Field(None, ge=1)
+    """Samples that a replica has in hand at once, with those that wait for their environments and need no place at the engine.
+    None: as many as keep the engine busy, and of `agent` twice its `max_processes`."""
     num_slots: int = Field(64, ge=1)
     """Sequences that one engine decodes at once."""
     sglang: SGLangConfig | None = None

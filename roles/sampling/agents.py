@@ -46,7 +46,6 @@ from rondo.runtime.processes.subreaper import END
 from rondo.runtime.values import as_json
 
 OpenWork = Callable[[str], AbstractAsyncContextManager[PromptWork]]
-_BEAT_S = 1.0
 _GRACE_S = 2.0
 """A program whose session is over may put its things away for so long."""
 _WORDS, _CHUNK, _PAUSE_S = 2048, 1 << 16, 0.05
@@ -107,20 +106,17 @@ class Agents:
         """Makes the samples of a row, each by a process of its own."""
         if context.media is not None:
             raise RowError(f"{row.name}: rollout.agent must have rows of text, got media. Leave the row out")
-        beating = asyncio.create_task(_beat(context))
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                for number in context.missing:
-                    tasks.create_task(self._make(number, row, client, context))
-        finally:
-            beating.cancel()
+        async with asyncio.TaskGroup() as tasks:
+            for number in context.missing:
+                tasks.create_task(self._make(number, row, client, context))
 
     async def _make(self, number: int, row: Row, client: Client, context: Context) -> None:
         assert self._sessions is not None
-        async with self._places:
-            with self._sessions.opened(client, number, context.limits) as session:
-                error, told = await self._played(session, self._sessions, row, context)
-                rows = self._sessions.ended(session)
+        with context.elsewhere():
+            async with self._places:
+                with self._sessions.opened(client, number, context.limits) as session:
+                    error, told = await self._played(session, self._sessions, row, context)
+                    rows = self._sessions.ended(session)
         if session.fault is not None:
             raise session.fault
         if not rows and not error:
@@ -239,12 +235,6 @@ async def _happens(event: asyncio.Event, limit_s: float) -> bool:
     with suppress(TimeoutError):
         await asyncio.wait_for(event.wait(), limit_s)
     return event.is_set()
-
-
-async def _beat(context: Context) -> None:
-    while True:
-        await asyncio.sleep(_BEAT_S)
-        context.progress()
 
 
 def _output(path: Path) -> Any:

@@ -33,8 +33,8 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,9 +49,6 @@ from rondo.runtime.errors import DeadlineExceeded
 from rondo.runtime.reference import in_one_line, load_reference
 from rondo.runtime.values import encode
 from rondo.runtime.waits import waiting
-
-_BEAT_S = 1.0
-"""While a group waits for its environments, its lease is told of so often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +89,6 @@ class Environments:
         self._tools = {tool.__name__: (tool, reference) for tool, reference in named}
         self._schemas = tools.schemas(config)
         self._name = (settings.factory or "").rpartition(":")[2]
-        self._contexts = dict[object, Context]()  # whose samples wait for an environment or a tool, by the call
         self._threads = asyncio.Semaphore(settings.max_threads)
         self._began = dict[object, float]()  # when each thread that has a place did
         self._stats = dict[str, EnvironmentStats]()
@@ -112,11 +108,9 @@ class Environments:
         )  # fmt: skip
         if plain:
             await self._plain.start()
-        self._beating = asyncio.create_task(self._beat())
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._beating.cancel()
         await self._plain.close()
 
     def stats(self) -> dict[str, EnvironmentStats]:
@@ -189,7 +183,7 @@ class Environments:
         if context.chat is None and not has_media:
             return await episode.say(first["content"])
         try:
-            with self._waiting(context):
+            with context.elsewhere():
                 await episode.say(said)
         except RowError as error:
             if has_media:
@@ -217,7 +211,7 @@ class Environments:
                     raise
                 return Answer(f"Error: {error}", failed=True)
         began = time.monotonic()
-        with self._waiting(context):
+        with context.elsewhere():
             [outcome] = await self._plain.run([encode([call.name, arguments])])
         answer = Answer(f"Error: {outcome.brief}", True) if outcome.error else Answer(*outcome.value)
         errors = answer.failed and not outcome.timed_out
@@ -248,7 +242,7 @@ class Environments:
         is_step = method is not self._factory and name not in ("reset", "close")
         call, errors, late = functools.partial(method, *args, **keywords), False, False
         is_async = inspect.iscoroutinefunction(method)
-        with self._waiting(context):
+        with context.elsewhere():
             has_place = not is_async and await self._place()
             if not (is_async or has_place or name == "close"):  # which may be what lets the others go
                 self._count(whose, steps=is_step, timeouts=True)
@@ -315,22 +309,6 @@ class Environments:
         if error is not None:  # one that ends tasks or processes would be taken for ours
             raise error if isinstance(error, Exception) else RuntimeError(in_one_line(error)) from error
         return value
-
-    @contextmanager
-    def _waiting(self, context: Context) -> Iterator[None]:
-        """The lease of the group lasts meanwhile."""
-        key = object()
-        self._contexts[key] = context
-        try:
-            yield
-        finally:
-            del self._contexts[key]
-
-    async def _beat(self) -> None:
-        while True:
-            await asyncio.sleep(_BEAT_S)
-            for context in set(self._contexts.values()):
-                context.progress()
 
     def _columns(self, row: Row, reset: Callable[..., Any]) -> dict[str, Any]:
         """Of a row, as the user's data name them, those that `reset` has parameters for; what it does to them no sibling sees."""

@@ -20,8 +20,8 @@ import contextlib
 import functools
 import hashlib
 import math
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -242,30 +242,36 @@ class Evaluator:
     ) -> list[Made]:
         """What the workflow makes of a prompt, in order. RowError where it comes no further for as long as a lease may, and has
         nothing at the engine."""
-        at_engine, moved_at = 0, PROCESS.clock()
+        num_busy, moved_at = 0, PROCESS.clock()
 
         def further() -> None:
             nonlocal moved_at
             moved_at = PROCESS.clock()
 
-        async def ask(asked: Request) -> Completion:
-            nonlocal at_engine
-            at_engine += 1
+        @contextmanager
+        def busy() -> Iterator[None]:
+            """At the engine, or elsewhere: each has deadlines of its own."""
+            nonlocal num_busy
+            num_busy += 1
             try:
-                return await whole_sample(engine, asked, self.stops)
+                yield
             finally:
-                at_engine -= 1
+                num_busy -= 1
                 further()
 
+        async def ask(asked: Request) -> Completion:
+            with busy():
+                return await whole_sample(engine, asked, self.stops)
+
         limit_s, made = self.config.rollout.lease_deadline_s, list[Made]()
-        context = open_context(progress=further)
+        context = open_context(progress=further, elsewhere=busy)
         try:
             async with (
                 waiting(
                     _WORKFLOW,
                     peer=row.name,
                     deadline_s=limit_s,
-                    moved=lambda: PROCESS.clock() if at_engine else moved_at,
+                    moved=lambda: PROCESS.clock() if num_busy else moved_at,
                 ),
                 aclosing(
                     context.samples(self.workflow, Client(context, request, ask, lambda name: engine.cancel(name)))

@@ -107,8 +107,9 @@ class PromptGroups:
                     self.job.bus, lease.ring, lease.group, lease.epoch, lease.step, has_media=lease.has_media
                 )
             return
+        key = (lease.group, lease.epoch)
         row = await asyncio.to_thread(self.rows.row, self.order.locate(lease.position).row)
-        with self.progress.preparing((lease.group, lease.epoch)):
+        with self.progress.preparing(key):
             prompt, media = await self.prepare(row, config.data)
         if self.teaching is not None:
             self.teaching.whose(row)  # a row without one is told before anything is sampled
@@ -118,12 +119,14 @@ class PromptGroups:
         every = set(range(config.rollout.samples_per_prompt))
         if ended.keys() >= every:
             return
+        self.progress.made(key, len(ended))
         params = self._params_of(row)
         context = Context(
             row, prompt, media, self.tokenizer, every - ended.keys(), limits_of(config, params.max_new_tokens),
             chat=Chat.of(self.tokenizer, row, config.data),
             look=None if self.media is None else functools.partial(self.media.behind, config.data),
-            progress=functools.partial(self.progress.further, (lease.group, lease.epoch)),
+            progress=functools.partial(self.progress.further, key),
+            elsewhere=functools.partial(self.progress.elsewhere, key),
         )  # fmt: skip
         client = Client(
             context,
@@ -135,11 +138,12 @@ class PromptGroups:
         async with aclosing(context.samples(self.workflow, client)) as made:
             async for more in made:
                 finished += more
+                self.progress.made(key, len(more))
                 if self._together and len(ended) + len(finished) < len(every):
                     continue  # they are scored together, or learn from each other
                 with (
                     self.ctx.span("reward", beside="reward", step=lease.step, group=lease.group),
-                    self.progress.scoring((lease.group, lease.epoch)),
+                    self.progress.scoring(key),
                 ):
                     samples = await self._score(row, finished)
                 ended |= {sample.made.number: _ended(sample) for sample in samples}

@@ -1,11 +1,12 @@
 """Which of a replica's prompt groups have come further since it was last asked: their leases are renewed, and no others.
 
-Owns what counts as progress of a group: its media, a sample of it that ends, its reward, what its workflow says, and what the
-engine tells of its own requests; a reward that is computed, for as long as one may take. Makes no call: `roles/rollout.py` asks
-before each renewal.
+Owns what counts as progress of a group: its media, a sample of it that ends, its reward, what its workflow says, what a sample
+waits for beside the engine, and what the engine tells of its own requests; a reward that is computed, for as long as one may
+take. Makes no call: `roles/rollout.py` asks before each renewal.
 
     progress.begin(key)                     # a lease, [group, epoch]
     with progress.generating(key, id): ...  # this request of it is at the engine
+    with progress.elsewhere(key): ...       # a sample of it waits for an environment, a tool or a program
     with progress.scoring(key): ...         # its samples are with the reward
     progress.since_last(requests, scored)   # the keys that have come further: `Engine.progress()`, and counters of the rewards
 
@@ -17,6 +18,7 @@ nothing else scored.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,13 +30,17 @@ Key = tuple[int, int]
 class Progress:
     """Of the leases that one replica holds. `reward_s`: the longest time that one reward may take."""
 
-    def __init__(self, reward_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._reward_s = reward_s
+    def __init__(
+        self, reward_s: float, clock: Callable[[], float] = time.monotonic, left: Callable[[], None] = lambda: None
+    ) -> None:
+        """left: called when a sample leaves the engine to others."""
+        self._reward_s, self._left = reward_s, left
         self._clock = clock
         self._held: set[Key] = set()
         self._moved: set[Key] = set()  # since the last call
         self._preparing: set[Key] = set()
         self._generating: dict[str, Key] = {}
+        self._elsewhere, self._made = Counter[Key](), Counter[Key]()
         self._scoring: dict[Key, float] = {}
         self._requests: Mapping[str, int] = {}
         self._scored: Hashable = None
@@ -48,9 +54,16 @@ class Progress:
         """The group has come further in what nobody here sees, such as a step of an environment."""
         self._moved.add(key)
 
+    def made(self, key: Key, num_samples: int) -> None:
+        """So many more samples of the group are whole."""
+        self._made[key] += num_samples
+        self._left()
+
     def end(self, key: Key) -> None:
         self._held.discard(key)
         self._moved.discard(key)
+        del self._made[key]
+        self._left()
 
     @contextmanager
     def preparing(self, key: Key) -> Iterator[None]:
@@ -73,6 +86,22 @@ class Progress:
             del self._generating[request_id]
 
     @contextmanager
+    def elsewhere(self, key: Key) -> Iterator[None]:
+        """A sample of the group waits beside the engine while the body runs, for what has deadlines of its own."""
+        self._elsewhere[key] += 1
+        self._left()
+        try:
+            yield
+            self._moved.add(key)
+        finally:
+            self._elsewhere[key] -= 1
+
+    @property
+    def num_away(self) -> int:
+        """Samples of the held groups that need nothing of the engine, for now or any more."""
+        return self._elsewhere.total() + self._made.total()
+
+    @contextmanager
     def scoring(self, key: Key) -> Iterator[None]:
         """Samples of the group are with the reward while the body runs."""
         self._scoring[key] = self._clock()
@@ -91,6 +120,8 @@ class Progress:
             self._scored, self._scored_at = scored, now
         moved, self._moved = self._moved, set()
         moved |= self._preparing
+        self._elsewhere = +self._elsewhere
+        moved |= self._elsewhere.keys()
         moved |= {key for name, key in self._generating.items() if requests.get(name) != before.get(name)}
         moved |= {key for key, at in self._scoring.items() if now - max(at, self._scored_at) <= self._reward_s}
         return sorted(moved & self._held)

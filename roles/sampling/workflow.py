@@ -24,7 +24,8 @@ What a workflow can rely on:
   alone, and one that lasts longer than `rollout.max_episode_s` is handed in as far as it came, as aborted.
 - It is cancelled, at whatever it waits for, when the lease is lost or the replica leaves; requests at the engine end with their
   `generate`. A lease lasts while the group comes further: its requests do so by themselves, and what is said to the policy;
-  `context.progress` tells of anything else, such as a long step of an environment. So a workflow that hangs costs its own group,
+  `with context.elsewhere():` says that a sample waits for somebody else, who has a deadline of his own, and that its place at
+  the engine is another's meanwhile; `context.progress` tells of anything else. So a workflow that hangs costs its own group,
   after `rollout.lease_deadline_s`; in an evaluation its own prompt.
 - An error that it raises itself is its row's (RowError): the group is given out again `reward.max_failures` times, then
   quarantined.
@@ -38,6 +39,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -91,6 +93,7 @@ class Context:
         look: Look | None = None,
         evaluates: bool = False,
         progress: Callable[[], None] = lambda: None,
+        elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.prompt, self.media = prompt, media
         """The row's prompt, int32 [T], and its media."""
@@ -107,6 +110,8 @@ class Context:
         """Whether these samples are for an evaluation."""
         self.progress = progress
         """Tells that the group has come further, beside what its requests do."""
+        self.elsewhere = elsewhere
+        """Holds while a sample waits for an environment, a tool or a program, and needs nothing of the engine."""
         self._row = row
         self._left = set(self.missing)
         self._ready: asyncio.Queue[Made | None] = asyncio.Queue()

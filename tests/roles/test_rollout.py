@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rondo.roles.rollout import RolloutRole
+from rondo.roles.sampling.leases import Progress
 from rondo.runtime.records.timeline import span
 
 
@@ -34,9 +35,9 @@ async def test_a_replica_that_is_asked_to_leave_leaves_an_evaluation_and_one_tha
     ctx: Any = SimpleNamespace(stopping=asyncio.Event(), span=lambda name, **_: span(name, "rollout"))
     role = Role(ctx)
     role._job = SimpleNamespace(  # type: ignore[assignment]
-        config=SimpleNamespace(rollout=SimpleNamespace(samples_per_prompt=2))
+        config=SimpleNamespace(rollout=SimpleNamespace(samples_per_prompt=2, max_episodes=None, agent=None))
     )
-    role._replica = SimpleNamespace(num_slots=4)  # type: ignore[assignment]
+    role._replica, role._progress = SimpleNamespace(num_slots=4), Progress(1.0)  # type: ignore[assignment]
     async with asyncio.timeout(60):
         if error is None:
             async with asyncio.TaskGroup() as tasks:

@@ -6,8 +6,8 @@ import asyncio
 import os
 import random
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,6 +29,7 @@ from rondo.roles.sampling.agents import Agents
 from rondo.roles.sampling.environments import EnvironmentStats
 from rondo.roles.sampling.episode import Limits, Made, SampleRow
 from rondo.roles.sampling.evaluation import limits_of, scored
+from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.workflow import Client, Context
 from rondo.runtime.errors import Closed
 from rondo.runtime.processes.process import below, stat
@@ -312,12 +313,20 @@ async def test_a_program_ends_its_own_sample_in_its_own_way_and_leaves_nothing_a
 
 
 async def test_one_that_never_ends_is_killed_at_its_deadline_and_its_lease_lasts_so_long(tmp_path: Path) -> None:
-    beats = []
+    key, leases, lasts = (1, 0), Progress(10.0), []
+    leases.begin(key)
+
+    @contextmanager
+    def elsewhere() -> Iterator[None]:
+        with leases.elsewhere(key):
+            yield
+            lasts.append(leases.since_last({}, 0) == leases.since_last({}, 0) == [key])
+
     async with opened(job("sleep", "1000", deadline_s=1.5), tmp_path) as at:
-        at.context.progress = lambda: beats.append(1)
+        at.context.elsewhere = elsewhere
         [made] = await made_by(at)
         assert at.agents.stats() == {"agent": EnvironmentStats(1, pytest.approx(1.5, abs=60), 0, 1)}
-    assert made.error == "agent.command must end within 1.5 s, got no end. Its last words: none" and beats
+    assert made.error == "agent.command must end within 1.5 s, got no end. Its last words: none" and lasts == [True]
     assert made.rows[0].completion.policy_versions.tolist() == [NO_VERSION] and left(tmp_path) == []
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import itertools
 import json
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +29,11 @@ from rondo.roles.data.prompts import render_prompt
 from rondo.roles.engines.engine import Completion, Request, SamplingParams
 from rondo.roles.rewards.pool import RewardResult
 from rondo.roles.rewards.worker import in_worker
-from rondo.roles.sampling import environments
 from rondo.roles.sampling.columns import columns_of, loss_mask
 from rondo.roles.sampling.environments import Environments, EnvironmentStats, Step
 from rondo.roles.sampling.episode import Made
 from rondo.roles.sampling.evaluation import limits_of
+from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.tools import parts_of, with_tools
 from rondo.roles.sampling.workflow import Client, Context
 from rondo.roles.shown import written
@@ -89,7 +91,7 @@ class Played:
 
 
 async def played(
-    config: JobConfig, *turns: str, samples: int = 1, progress: Any = lambda: None, look: Any = None
+    config: JobConfig, *turns: str, samples: int = 1, elsewhere: Any = nullcontext, look: Any = None
 ) -> Played:
     config, prompts, said = with_tools(config), list[str](), dict[str, int]()
     prompt = render_prompt(TOKENIZER, ROW, config.data, 2048)
@@ -102,7 +104,7 @@ async def played(
         range(samples),
         limits,
         chat=Chat.of(TOKENIZER, ROW, config.data),
-        progress=progress,
+        elsewhere=elsewhere,
         look=look,
     )
 
@@ -476,21 +478,23 @@ class Slow:
         return Step(reward=float(self.go.wait(60)), over=True)
 
 
-async def test_a_method_that_blocks_holds_neither_the_loop_nor_the_lease(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environments, "_BEAT_S", 0.001)
+async def test_a_method_that_blocks_holds_neither_the_loop_nor_the_lease_nor_a_place_at_the_engine() -> None:
     Slow.loop, Slow.called = asyncio.get_running_loop(), asyncio.Event()
     Slow.entered.clear()
     Slow.go.clear()
-    beats = 0
+    key, leases = (1, 0), Progress(10.0)
+    leases.begin(key)
 
-    def progress() -> None:
-        nonlocal beats
-        beats += Slow.entered.is_set()
-        if beats == 3:
-            Slow.go.set()
+    async def look() -> None:
+        await Slow.called.wait()
+        assert leases.num_away == 1
+        assert [leases.since_last({}, 0) for _ in range(3)] == [[key]] * 3, "as long as it lasts"
+        Slow.go.set()
 
-    [made] = (await played(job(factory=Slow), "x", progress=progress)).made
-    assert made.reward == 1.0
+    looking = asyncio.create_task(look())
+    [made] = (await played(job(factory=Slow), "x", elsewhere=functools.partial(leases.elsewhere, key))).made
+    await looking
+    assert made.reward == 1.0 and leases.num_away == 0
 
 
 async def test_a_call_beyond_its_deadline_has_one_outcome() -> None:

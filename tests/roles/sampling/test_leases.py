@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from rondo.roles.config import RolloutConfig, SGLangConfig
+from rondo.roles.config import AgentConfig, RolloutConfig, SGLangConfig
 from rondo.roles.data.prompts import TooLong
 from rondo.roles.engines.engine import Completion, Request
 from rondo.roles.engines.replica import Replica
@@ -93,12 +94,53 @@ def test_a_group_that_is_given_up_is_renewed_no_more() -> None:
 def test_one_wave_decodes_and_one_waits_on_every_server_of_a_replica(
     sglang: SGLangConfig | None, num_groups: int
 ) -> None:
-    config = RolloutConfig(
-        prompts_per_step=8, samples_per_prompt=16, max_prompt_tokens=8, max_new_tokens=8, num_slots=64, sglang=sglang
-    )
+    assert with_room(sglang=sglang)._room() == num_groups
+
+
+def with_room(**changes: Any) -> RolloutRole:
+    """A replica of 64 slots, for groups of 16 samples."""
+    sizes = {
+        "prompts_per_step": 8,
+        "samples_per_prompt": 16,
+        "max_prompt_tokens": 8,
+        "max_new_tokens": 8,
+        "num_slots": 64,
+    }
+    config = RolloutConfig(**(sizes | changes))
     role, job = RolloutRole(cast(Any, None)), cast(Any, SimpleNamespace(config=SimpleNamespace(rollout=config)))
     role._job, role._replica = job, Replica(cast(Any, None), job)
-    assert role._most_groups() == num_groups
+    role._progress = Progress(10.0, left=role._fewer.set)
+    return role
+
+
+@pytest.mark.parametrize(
+    ("changes", "rooms"),
+    [
+        ({}, [6, 6, 7, 8, 7]),
+        ({"max_episodes": 48}, [1, 1, 1, 1, 1]),
+        ({"max_episodes": 8}, [-1, -1, -1, -1, -1]),
+        ({"agent": AgentConfig(command=("true",), max_processes=32)}, [2, 2, 2, 2, 2]),
+    ],
+)
+def test_samples_that_are_whole_or_elsewhere_leave_their_places_to_other_groups(
+    changes: dict[str, Any], rooms: list[int]
+) -> None:
+    role = with_room(**changes)
+    progress = role._progress
+    role._running = cast(Any, dict.fromkeys([A, B]))
+    found = [role._room()]
+    with ExitStack() as tools:
+        for _ in range(15):
+            tools.enter_context(progress.elsewhere(A))
+        found.append(role._room())
+        role._fewer.clear()
+        tools.enter_context(progress.elsewhere(A))
+        assert role._fewer.is_set(), "whoever waits for room looks again"
+        found.append(role._room())
+        progress.made(B, 16)
+        found.append(role._room())
+    found.append(role._room())
+    assert found == rooms
 
 
 class Streams:
