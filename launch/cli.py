@@ -160,18 +160,23 @@ def sft(config: Path, sets: Sequence[str], *, plain: bool) -> int:
         return main(alone, TrainOptions(config, (), plain), nursery)
 
 
-def check(config: Path, sets: Sequence[str], **machines: Any) -> int:
+def check(config: Path, sets: Sequence[str], *, probes: bool, **machines: Any) -> int:
     target: Target | None = None
     if any(value is not None for value in machines.values()):
         from rondo.launch.check.target import described
+        from rondo.runtime.errors import ConfigError
 
         target = described(**machines)
-    with _begun(config, sets) as (settings, nursery), tempfile.TemporaryDirectory(prefix="rondo-code-") as folder:
+        if probes:
+            raise ConfigError("--probe must be of this machine, got options of other ones. Leave it out, or them")
+    from rondo.runtime.processes.janitor import swept_folder
+
+    with _begun(config, sets) as (settings, nursery), swept_folder("rondo-code-") as folder:
         from rondo.launch.check.check import inspect, memory_order
         from rondo.launch.check.findings import print_findings
         from rondo.launch.code import FOLDER, take
 
-        findings = inspect(take(settings, config, Path(folder) / FOLDER), target, nursery)
+        findings = inspect(take(settings, config, folder / FOLDER), target, nursery, probes=probes)
         if target is None:
             findings.append(memory_order())
     print_findings(findings)
@@ -278,7 +283,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     ):
         add(f"--{name}", metavar=name.upper(), help=text)
     verb("sft", sft, "Fine-tune on demonstrations only.", config, plain)
-    verb("check", check, "Look for what would go wrong; starts nothing.", config)
+    add = verb("check", check, "Look for what would go wrong; starts nothing of the run.", config)
+    text = "try this machine too: disk, shared memory, limits, ports, devices, and the way between processes"
+    add("--probe", dest="probes", action="store_true", help=text)
     machines = verbs.choices["check"].add_argument_group("other machines than this one", "what a run would take there")
     machines.add_argument("--nodes", type=int, metavar="N", help="equal machines (default 1)")
     machines.add_argument("--devices", type=int, metavar="D", help="accelerators of each, 0 for none")

@@ -127,6 +127,8 @@ AUTOSCALED = (
 )
 ADAPTERS = "tests/launch/test_export.py::test_of_a_run_of_adapters_these_become_a_folder_or_the_whole_model_does"
 ELSEWHERE = {
+    "rondo check examples/quickstart.py --probe": "tests/launch/check/test_probe.py::"
+    "test_all_that_a_run_stands_on_is_tried_and_nothing_is_left",
     "make demo": MAKE,  # and `.ci/run`, in a clean clone, as it is
     "make test": MAKE,
     "make demo KILL=actor": MAKE,
@@ -239,7 +241,8 @@ def test_the_test_named_beside_a_command_is_there_and_names_what_it_runs(command
     program, what = command.split()[:2] if " " in command else (command, "")
     verb = {"rondo": what, "make": what, "curl": "/rondo/trajectories/"}[program]
     measured = "table" if command.endswith("bench table") else "Counts what it is given."
-    called = {"bench": measured, "check": "--device-gib", "sglang": "pip install"}.get(verb, verb)
+    looked = "--probe" if command.endswith("--probe") else "--device-gib"
+    called = {"bench": measured, "check": looked, "sglang": "pip install"}.get(verb, verb)
     assert any(called in text for text in texts)
 
 

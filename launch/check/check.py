@@ -1,4 +1,4 @@
-"""Check: everything that would stop a run, found before it starts. Starts nothing and writes nothing.
+"""Check: everything that would stop a run, found before it starts. Starts nothing of the run and writes nothing.
 
 Owns the rules that need more than the settings: this machine, the model's files, the data, the user's functions. Rules
 between settings are the settings' own; what another machine would hold is `target.py`'s. What needs torch, transformers or
@@ -7,17 +7,14 @@ child with it.
 
     inspect(config) -> findings          `rondo check` prints them all
     inspect(config, target)              `rondo check --nodes 2 --devices 8 ...`: for other machines than this one
+    inspect(config, probes=True)         `rondo check --probe`: and tries this machine (`probe.py`)
     judge(config, facts, memory)         the part without a child
     require(config, folder, nursery, say, modules) -> facts     `rondo train` raises ConfigError with every error, a line each
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-import signal
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -30,6 +27,8 @@ from rondo.launch.check.data import Elsewhere, is_made, look_at_order
 from rondo.launch.check.estimate import routed_bytes
 from rondo.launch.check.findings import Facts, Finding, Report, error, note, ok
 from rondo.launch.check.given import look_at_given
+from rondo.launch.check.jobs import run_jobs
+from rondo.launch.check.probe import probe
 from rondo.launch.check.sglang import context_of, look_at_sglang
 from rondo.launch.check.target import (
     Target,
@@ -56,10 +55,10 @@ from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, WorkerDied
 from rondo.runtime.memory.free import free_memory_bytes
 from rondo.runtime.processes import process
+from rondo.runtime.processes.janitor import swept_folder
 from rondo.runtime.records.record import last_lines
 from rondo.runtime.supervision.launcher import Job
-from rondo.runtime.supervision.nursery import Forked, Nursery
-from rondo.runtime.waits import wait_for
+from rondo.runtime.supervision.nursery import Nursery
 
 _CHILD_S = 600.0
 _LOADED = ("transformers.modeling_utils", "rondo.models.load", "rondo.launch.check.child")
@@ -83,13 +82,16 @@ def require(
     return seen.facts
 
 
-def inspect(config: RunConfig, target: Target | None = None, nursery: Nursery | None = None) -> list[Finding]:
+def inspect(
+    config: RunConfig, target: Target | None = None, nursery: Nursery | None = None, *, probes: bool = False
+) -> list[Finding]:
     """Looks at everything, for this machine or for those of `target`; never raises for what it finds. `nursery`: one that loads
-    already; it ends with the look."""
-    with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder, nursery or Nursery() as nursery:
-        seen = _look(config, Path(folder), nursery, traces=True)
+    already; it ends with the look. probes: tries this machine too."""
+    with swept_folder("rondo-check-") as folder, nursery or Nursery() as nursery:
+        seen = _look(config, folder, nursery, traces=True)
+        tried = list(probe(config, seen.facts, folder, nursery)) if probes else []
     if target is None:
-        return [*seen.findings, *judge(config, seen.facts, free_memory_bytes())]
+        return [*seen.findings, *judge(config, seen.facts, free_memory_bytes()), *tried]
     return [*seen.findings, *_settings(config, seen.facts), *judge_target(config, target, seen.facts)]
 
 
@@ -402,33 +404,20 @@ def _in_child(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequen
     """Runs `child.py`; its crash is a finding like any other. A model that is built is written into `folder`."""
     (folder / QUESTION).write_bytes(orjson.dumps({"config": resolve(config), "traces": traces}))
     job = Job("rondo.launch.check.child:main", (str(folder),), dict(os.environ), folder / "check.log")
-    child: Forked | None = None
 
     def place(_: int) -> tuple[Path, Mapping[str, str]]:
         return folder / "nursery.log", os.environ
 
-    async def look() -> int:
-        nonlocal child
-        nursery.belong(place, _LOADED)
-        child = await nursery.start(job)
-        nursery.belong(place, modules)
-        return await wait_for(child.ended(), name="check", peer="its child", deadline_s=_CHILD_S)
-
     process.set_child_subreaper()
+    nursery.belong(place, _LOADED)
     try:
         with at_work("looks at settings, data, model and rewards"):
-            code = asyncio.run(look())
+            [code] = run_jobs(nursery, [job], "check", _CHILD_S, begun=lambda: nursery.belong(place, modules))
     except DeadlineExceeded:
         text = f"looking at model, data and reward must end within {_CHILD_S:g} s, got no end. See what they wait for"
         return Report([error(text)])
     except WorkerDied as died:
         return Report([error(str(died))])
-    finally:
-        if child is not None and child.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has no session of its own yet
-                os.killpg(child.pid, signal.SIGKILL)
-            child.send_signal(signal.SIGKILL)
-            child.wait()
     if code != 0:
         last = last_lines(job.log, num_lines=5)
         text = (

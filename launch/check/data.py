@@ -32,6 +32,7 @@ from rondo.roles.data.datasets import Dataset, Row, RowError, Rows, demonstratio
 from rondo.roles.data.fingerprints import Fingerprint, Fingerprints, sampled
 from rondo.roles.data.prompts import TooLong, render_prompt, without_media_section
 from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.processes.guard import guarded
 from rondo.runtime.section import settings_at
 
 if TYPE_CHECKING:
@@ -95,7 +96,7 @@ class Elsewhere:
     """The same look in another process, beside this one. A context manager that ends it."""
 
     def __init__(self, config: RunConfig) -> None:
-        command = [sys.executable, "-m", "rondo.launch.check.data"]
+        command = guarded([sys.executable, "-m", "rondo.launch.check.data"])
         with tempfile.TemporaryFile() as told:
             told.write(orjson.dumps(resolve(config)))
             told.seek(0)

@@ -212,14 +212,7 @@ def segment_bytes(
         # Every tensor starts at a multiple of 64 bytes.
         "weight slab": config.num_weight_slots * (num_parameters * width + num_tensors * 64) if takes_weights else 0,
     }
-    versions = {
-        role: sum(
-            n * _snapshot(config, num_parameters, shape, group.processes, role)
-            for group, n in groups
-            if role in group.roles
-        )
-        for role in TRAINED
-    }
+    versions = version_bytes(config, num_parameters, shape, processes)
     if config.train.hot_snapshot:
         found["hot snapshots"] = _SNAPSHOTS * sum(versions.values())
     if config.train.save_every is not None:
@@ -234,6 +227,21 @@ def segment_bytes(
         longest = group_bytes(config, sampled_bytes(config, routed_bytes(config, shape)))
         found["one step of the longest samples"] = config.rollout.prompts_per_step * longest
     return found
+
+
+def version_bytes(
+    config: RunConfig, num_parameters: int, shape: Shape | None, processes: Mapping[str, int] | None = None
+) -> dict[str, int]:
+    """Of a version with its moments, as a checkpoint has it, by the role that trains it; arguments as of `segment_bytes`."""
+    counts = processes or {group.name: group.replicas * group.processes for group in config.groups}
+    return {
+        role: sum(
+            counts.get(group.name, 0) * _snapshot(config, num_parameters, shape, group.processes, role)
+            for group in config.groups
+            if role in group.roles
+        )
+        for role in TRAINED
+    }
 
 
 def group_bytes(config: RunConfig, routed: int) -> int:

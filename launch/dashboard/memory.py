@@ -40,8 +40,8 @@ def _status(pid: int) -> dict[str, str]:
 def devices() -> list[dict[str, Any]]:
     """Every device of this machine: its name, bytes used and there, how busy it is (percent), and bytes by pid; none without a
     driver that answers."""
-    gpus = _query("gpu", "uuid,index,name,memory.used,memory.total,utilization.gpu")
-    used = _query("compute-apps", "gpu_uuid,pid,used_gpu_memory") if gpus else []
+    gpus = ask_driver("gpu", "uuid,index,name,memory.used,memory.total,utilization.gpu")
+    used = ask_driver("compute-apps", "gpu_uuid,pid,used_gpu_memory") if gpus else []
     return [
         {
             "index": index, "name": name, "used_bytes": _mib(taken), "bytes": _mib(there), "busy": _whole(busy),
@@ -51,7 +51,8 @@ def devices() -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def _query(what: str, fields: str) -> list[list[str]]:
+def ask_driver(what: str, fields: str) -> list[list[str]]:
+    """Rows of `nvidia-smi --query-WHAT=FIELDS`; none without one that answers."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []

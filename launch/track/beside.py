@@ -111,10 +111,7 @@ class Beside:
         """In this process's session, so that nobody takes it for one that the run left behind, and in a process group of its own,
         which a Ctrl-C does not reach."""
         self._log(name).parent.mkdir(exist_ok=True)
-        command = [
-            sys.executable, "-I", "-S", guard.__file__, "--parent", str(os.getpid()), "--deaf", "--",
-            sys.executable, "-m", module, str(self._run), name,
-        ]  # fmt: skip
+        command = guard.guarded([sys.executable, "-m", module, str(self._run), name], deaf=True)
         with self._log(name).open("ab") as log:
             return subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0,

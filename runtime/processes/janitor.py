@@ -14,6 +14,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rondo.runtime.processes.cgroup import Cgroup
@@ -48,6 +51,17 @@ class Janitor:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
+
+
+@contextmanager
+def swept_folder(prefix: str) -> Iterator[Path]:
+    """A temporary folder that is gone with this process, however that ends."""
+    folder = Path(tempfile.mkdtemp(prefix=prefix))
+    janitor = Janitor(folder)
+    try:
+        yield folder
+    finally:
+        janitor.close()
 
 
 def main(rt_dir: str, cgroup: str | None = None) -> int:

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rondo.runtime.processes import guard
 from rondo.runtime.processes.cgroup import Cgroup
+from rondo.runtime.processes.guard import CGROUP, guarded
 from rondo.runtime.supervision import proxy
 from rondo.runtime.supervision.spec import (
     ATTEMPT,
@@ -74,7 +74,7 @@ class Surroundings:
             INCARNATION: str(incarnation),
             ATTEMPT: str(attempt),
             STORE: "{}:{}".format(*self.store),
-            **({} if self.cgroup is None else {guard.CGROUP: str(self.cgroup.path)}),
+            **({} if self.cgroup is None else {CGROUP: str(self.cgroup.path)}),
             "PYTHONUNBUFFERED": "1",
         }
 
@@ -151,21 +151,9 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Starts a command that dies with this process, and where it is `deaf` ignores signals that are meant for the supervisor
     (`guard.py`). To be called from the main thread only."""
-    # By its path and without `site`: the guard needs the standard library only, and starts in a tenth of the time.
-    guarded = [
-        sys.executable,
-        "-I",
-        "-S",
-        guard.__file__,
-        "--parent",
-        str(os.getpid()),
-        *["--deaf"] * deaf,
-        "--",
-        *command,
-    ]
     with log.open("ab") as output:
         return subprocess.Popen(
-            guarded,
+            guarded(command, deaf=deaf),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
