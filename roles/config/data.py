@@ -135,6 +135,9 @@ class DataConfig(Section):
     cut off. A prompt with media is never cut, but left out."""
     shuffle: bool = True
     """Rows are taken in an order drawn anew for each pass; without, as they lie."""
+    shuffle_groups: int | None = Field(None, ge=1)
+    """Of parquet too large for memory: so many groups of rows at a time are shuffled among each other, so that each is decoded
+    once a pass. None shuffles all rows, and decodes a group for each."""
     balance: Literal["natural"] | dict[RowKind, Share] | None = None
     """So mixes rows of text, image, audio, video, and of several of these ("mixed"), that every step holds them in these shares,
     or in those of the data ("natural"). Where a kind has no more rows in a pass, the others fill its places."""
@@ -165,6 +168,18 @@ class DataConfig(Section):
                 "data.apply_chat_template must be True with data.media_columns, whose places in the prompt the template of the "
                 f"model makes, got False with {', '.join(self.media_columns)}. Set it to True"
             )
+        if self.shuffle_groups is not None:
+            unweighed = self.sources and not any(source.weight for source in self.sources.values())
+            for setting, is_other in (
+                ("shuffle=False", not self.shuffle),
+                ("balance", self.balance is not None),
+                ("sources without weights", unweighed),
+            ):
+                if is_other:
+                    yield (
+                        f"data.shuffle_groups must be None with data.{setting}, which has an order of its own, got "
+                        f"{self.shuffle_groups}. Remove one"
+                    )
         if self.limit is not None and self.held_out >= self.limit:
             yield (
                 f"data.held_out must leave rows to train on, got {self.held_out} of data.limit {self.limit}. "

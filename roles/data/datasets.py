@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rondo.models.media.refs import MediaRef
-from rondo.roles.data.cursor import Balance, Mixture, Order, held_out_rows
+from rondo.roles.data.cursor import Balance, Mixture, Order, Windows, held_out_rows
 from rondo.roles.data.fingerprints import Fingerprint, Fingerprints, digest_of
 from rondo.roles.data.media_rows import with_media
 from rondo.roles.data.messages import read_messages, read_tools
@@ -100,6 +100,14 @@ class Dataset:
         """Of all rows of the source up to the end of this one's; meant for the whole, before it is split."""
         return Fingerprint(len(self), self._source.digest(len(self)))
 
+    def groups(self) -> list[int] | None:
+        """Where in this data set the groups of rows begin that are read at once, and its end; None where each is read alone."""
+        if self._source.groups is None:
+            return None
+        return sorted(
+            {bisect.bisect_left(self._indices, first) for first in self._source.groups.tolist()} | {len(self)}
+        )
+
     def split(self, num_held_out: int, seed: int) -> tuple[Dataset, Dataset]:
         """(kept, held out): disjoint, together everything, the same for the same seed; what is kept stays in order."""
         drawn = held_out_rows(len(self), num_held_out, seed)
@@ -145,6 +153,15 @@ class MixedDataset(Dataset):
     def fingerprint(self) -> Fingerprint:
         every = [part.fingerprint() for part in self._parts.values()]
         return Fingerprint(len(self), digest_of(lambda at: str(every[at]), range(len(every))))
+
+    def groups_of(self) -> dict[str, list[int] | None]:
+        """Source -> `groups` of its rows among these, counted from the first of them."""
+        found: dict[str, list[int] | None] = {}
+        for (name, mine), first, part in zip(self.rows_of().items(), self._firsts, self._parts.values(), strict=False):
+            groups = part.groups()
+            begins = {bisect.bisect_left(self._indices, first + each) - mine.start for each in groups or ()}
+            found[name] = None if groups is None else sorted(begins)
+        return found
 
     def rows_of(self) -> dict[str, range]:
         """Source -> which rows of these are of it. Rows that were held out are drawn: those are in no order of sources."""
@@ -346,7 +363,20 @@ def train_order(job: JobConfig, rows: Rows) -> Order:
                 "data.held_out, or remove the source"
             )
         mixture = Mixture(of, {name: weight or 0.0 for name, weight in weights.items()})
-    return Order(len(rows), job.seed, config.shuffle, config.num_passes, balance, mixture)
+    return Order(len(rows), job.seed, config.shuffle, config.num_passes, balance, mixture, windows_of(config, rows))
+
+
+def windows_of(config: DataConfig, rows: Rows) -> dict[str, Windows]:
+    """What an order takes its rows by. ConfigError where no rows lie in groups that are read at once."""
+    if config.shuffle_groups is None or not isinstance(rows, Dataset):
+        return {}
+    groups = rows.groups_of() if isinstance(rows, MixedDataset) else {"": rows.groups()}
+    if not any(groups.values()):
+        raise ConfigError(
+            "data.shuffle_groups must come with parquet that is too large to be held in memory, got rows that are read one by "
+            "one, of which all are shuffled. Remove it"
+        )
+    return {name: Windows(each, config.shuffle_groups) for name, each in groups.items() if each is not None}
 
 
 def _kind_of(rows: Rows, at: int, shares: Mapping[str, float] | None) -> str:

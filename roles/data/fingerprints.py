@@ -12,7 +12,7 @@ Rows that are made by a function are held out in every process alike because eve
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,9 +75,11 @@ def sampled(num_rows: int, most: int) -> Sequence[int]:
     return range(num_rows) if num_rows <= most else [i * (num_rows - 1) // (most - 1) for i in range(most)]
 
 
-def digest_of(read: Callable[[int], Any], positions: Sequence[int], also: bytes = b"") -> str:
+def digest_of(read: Callable[[int], Any], positions: Sequence[int], also: Iterable[bytes] = ()) -> str:
     """Of the rows at these positions; a row that cannot be read counts as the kind of its error."""
-    found = hashlib.blake2b(also, digest_size=_BYTES)
+    found = hashlib.blake2b(digest_size=_BYTES)
+    for each in also:
+        found.update(each)
     for position in positions:
         found.update(b"%d:" % position)
         try:

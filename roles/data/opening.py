@@ -16,6 +16,8 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from rondo.roles.data.fingerprints import digest_of, sampled
 from rondo.roles.data.sources import INSTALL, MOST_MADE, MOST_SAMPLED, JsonLines, Listed, Parquet, RowError, Source
 from rondo.runtime.errors import Fatal
@@ -106,6 +108,8 @@ class Sliced:
     def __init__(self, source: Source, part: slice) -> None:
         self.left_out = source.left_out
         self._source, self._rows = source, range(len(source))[part]
+        firsts = source.groups
+        self.groups = None if firsts is None else np.unique(np.clip(firsts - self._rows.start, 0, len(self._rows)))
 
     def __len__(self) -> int:
         return len(self._rows)

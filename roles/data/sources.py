@@ -3,18 +3,21 @@
 Owns reading. Does not own which source a setting names (`opening.py`) or which columns mean what (`datasets.py`).
 
 Invariant: a source never changes its length, and `read(i)` always gives the same row, or a RowError where that row is no longer
-there. A JSONL file costs 16 bytes of memory a row, whatever its size; parquet costs its named columns in Arrow's form, media not
-counted; the hub's library maps its own files.
+there. Memory does not grow with the rows: of JSONL nothing is held but the index of a file where none can be written, of parquet
+up to `_HELD_BYTES`, media not counted; the hub's library maps its own files.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import json
 import os
 import re
-import weakref
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,12 +25,12 @@ import numpy as np
 import orjson
 
 from rondo.roles.data.fingerprints import digest_of, sampled
+from rondo.roles.data.lines import File, Lines
 from rondo.runtime.errors import Fatal, RondoError
 from rondo.runtime.section import nearest
 
-_SCAN_BYTES = 1 << 24
-_SPACE = np.isin(np.arange(256), list(b"\n\r\t\v\f ")).astype(bool)
-"""Whether a line that begins with this byte may be blank."""
+_HELD_BYTES = 1 << 28
+"""Of parquet: what is held in memory, all of a data set or the groups of rows that were decoded last."""
 _LATE_ROWS = 4
 """Rows whose media are in memory at once."""
 MOST_SAMPLED, MOST_MADE = 256, 4096
@@ -44,9 +47,11 @@ class RowError(RondoError, ValueError):
 
 
 class Source(Protocol):
-    """Rows as dicts, by index. `name_of` tells users where a row stands; `left_out`: why rows did not come as far as here."""
+    """Rows as dicts, by index. `name_of` tells users where a row stands; `left_out`: why rows did not come as far as here;
+    `groups`: first rows of groups that are read at once, and the end, int64; None where each row is read alone."""
 
     left_out: Sequence[str]
+    groups: np.ndarray | None
 
     def __len__(self) -> int: ...
     def read(self, index: int) -> Mapping[str, Any]: ...
@@ -57,26 +62,28 @@ class Source(Protocol):
 
 
 class JsonLines:
-    """Files with one JSON object a line; blank lines do not count. Keeps where lines begin and end, not their text."""
+    """Files with one JSON object a line; blank lines do not count. Keeps where lines begin (`lines.py`), not their text."""
 
     left_out: Sequence[str] = ()
+    groups: np.ndarray | None = None
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
-        self._files = [_File(path, keep=number < _MOST_OPEN) for number, path in enumerate(paths)]
-        found = [_line_bounds(file.current_path()) for file in self._files]
-        self._bounds = np.concatenate([bounds for bounds, _ in found])  # int64 [rows, 2], bytes in the row's file
-        self._line_numbers = [numbers for _, numbers in found]
-        self._first_rows = np.cumsum([0] + [len(bounds) for bounds, _ in found])
+        self._files = [File(path, keep=number < _MOST_OPEN) for number, path in enumerate(paths)]
+        self._lines = [Lines(file, keep=number < _MOST_OPEN) for number, file in enumerate(self._files)]
+        self._first_rows = np.cumsum([0] + [len(lines) for lines in self._lines])
         self._digests = [self._digest_of(number) for number in range(len(paths))]
 
     def __len__(self) -> int:
-        return len(self._bounds)
+        return int(self._first_rows[-1])
 
     def digest(self, num_rows: int) -> str:
-        lengths = np.diff(
-            self._bounds[:num_rows]
-        ).tobytes()  # where lines end changes with most that is changed in them
+        # Where lines end changes with most that is changed in them.
+        lengths = (
+            each.tobytes()
+            for lines, first in zip(self._lines, self._first_rows.tolist(), strict=False)
+            for each in lines.lengths(min(max(num_rows - first, 0), len(lines)))
+        )
         return digest_of(self._line, sampled(num_rows, MOST_SAMPLED), lengths)
 
     def read(self, index: int) -> Mapping[str, Any]:
@@ -92,19 +99,18 @@ class JsonLines:
         return values
 
     def name_of(self, index: int) -> str:
-        file = self._file_of(index)
-        local, numbers = index - int(self._first_rows[file]), self._line_numbers[file]
-        return f"{self._paths[file].name}:{local + 1 if numbers is None else int(numbers[local]) + 1}"
+        number, line = self._place_of(index)
+        return f"{self._paths[number].name}:{self._lines[number].number_in_file(line)}"
 
     def _line(self, index: int) -> bytes:
-        number = self._file_of(index)
+        number, line = self._place_of(index)
         try:
-            line, is_same = self._files[number].read(*self._bounds[index].tolist())
+            text, is_same = self._files[number].read(*self._lines[number].span(line))
             if is_same or self._still_has_its_rows(number):
-                return line
+                return text
             problem = "another text"
-        except OSError as error:
-            problem = error.strerror or type(error).__name__
+        except (OSError, ValueError) as error:
+            problem = getattr(error, "strerror", None) or type(error).__name__
         raise RowError(
             f"{self.name_of(index)}: row must be read as when {self._paths[number]} was opened, got {problem}. "
             "Restore the file; a run reads its data until it ends"
@@ -112,138 +118,167 @@ class JsonLines:
 
     def _still_has_its_rows(self, number: int) -> bool:
         """Of a file that was written to: whether its rows are where they were, as when some were added behind them."""
-        first, end = self._first_rows[number : number + 2]
-        bounds, _ = _line_bounds(self._files[number].current_path())
-        if not np.array_equal(bounds[: end - first], self._bounds[first:end]):
-            return False
         if self._digest_of(number) != self._digests[number]:
             return False
         self._files[number].accept()
         return True
 
     def _digest_of(self, number: int) -> str:
-        """Of some lines of one file."""
-        first, end = self._first_rows[number : number + 2].tolist()
-        file = self._files[number]
-        places = sampled(end - first, max(2, MOST_SAMPLED // len(self._paths)))
-        return digest_of(lambda place: file.read(*self._bounds[first + place].tolist())[0], places)
+        """Of some lines of one file, the last among them, which moves with whatever is put in or taken out above it."""
+        file, lines = self._files[number], self._lines[number]
+        places = sampled(len(lines), max(2, MOST_SAMPLED // len(self._paths)))
+        return digest_of(lambda line: file.read(*lines.span(line))[0], places)
 
-    def _file_of(self, index: int) -> int:
-        return int(np.searchsorted(self._first_rows, index, side="right")) - 1
-
-
-class _File:
-    """A file as it was when this was made. Threads may read it beside each other."""
-
-    def __init__(self, path: Path, *, keep: bool) -> None:
-        self._path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if keep else None
-        self.accept()
-        if self._fd is not None:
-            weakref.finalize(self, os.close, self._fd)
-
-    def accept(self) -> None:
-        """From now on it is the same as long as it stays as it is."""
-        self._state = self._look()
-
-    def read(self, start: int, end: int) -> tuple[bytes, bool]:
-        """(bytes, whether nobody has written to the file). OSError for a file that was closed in between and is gone."""
-        fd = self._fd if self._fd is not None else os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            text = os.pread(fd, end - start, start)
-        finally:
-            if self._fd is None:
-                os.close(fd)
-        return text, self._look() == self._state
-
-    def current_path(self) -> Path:
-        """Where this very file can be opened, also when another one has its name by now."""
-        return self._path if self._fd is None else Path(f"/proc/self/fd/{self._fd}")
-
-    def _look(self) -> tuple[int, int, int]:
-        found = self._path.stat() if self._fd is None else os.fstat(self._fd)
-        return found.st_ino, found.st_size, found.st_mtime_ns
+    def _place_of(self, index: int) -> tuple[int, int]:
+        """(which file, which of its lines)."""
+        number = int(np.searchsorted(self._first_rows, index, side="right")) - 1
+        return number, index - int(self._first_rows[number])
 
 
 class Parquet:
-    """Parquet files of one schema. The named columns are held in Arrow's form, but for columns of media that hold bytes: those
-    stay in the files, and a row reads its own."""
+    """Parquet files of one schema. Named columns of up to `_HELD_BYTES` are held in Arrow's form; larger ones stay in the files,
+    and a row's group of rows is decoded for it, the newest of which are kept. Columns of media that hold bytes always stay."""
 
     left_out: Sequence[str] = ()
 
     def __init__(self, paths: Sequence[Path], columns: Mapping[str, str], media: Iterable[str] = ()) -> None:
         """`columns`: what to read, with the settings that name it; all columns when empty. RowError for a missing one."""
         try:
-            import pyarrow
             import pyarrow.parquet
         except ImportError as error:
             raise Fatal(f"data.path must be .jsonl without pyarrow, got {paths[0]}. {INSTALL}") from error
         self._paths = paths
+        self._files = [File(path, keep=number < _MOST_OPEN) for number, path in enumerate(paths)]
         self._late: list[str] = []
-        tables, num_rows = [], [0]
-        for path in paths:
-            schema = pyarrow.parquet.read_schema(path)
+        sizes: list[np.ndarray] = []
+        self._footers, num_bytes = hashlib.blake2b(digest_size=16), 0
+        self._digests: list[str] = []  # of the footers up to this file's
+        self._footer_of = functools.lru_cache(maxsize=_MOST_OPEN)(self._read_footer)
+        schema = None
+        for number, path in enumerate(paths):
+            footer = self._footer_of(number)
+            found = footer.schema.to_arrow_schema()
             for column, setting in columns.items():
-                if column not in schema.names:
-                    raise missing_column(path.name, column, schema.names, setting)
-            if path == paths[0]:
+                if column not in found.names:
+                    raise missing_column(path.name, column, found.names, setting)
+            if schema is None:
+                schema = found
                 self._late = [
-                    name for name in dict.fromkeys(media) if name in schema.names and _holds_bytes(schema.field(name))
+                    name for name in dict.fromkeys(media) if name in found.names and _holds_bytes(found.field(name))
                 ]
-            held = [name for name in columns or schema.names if name not in self._late]
-            tables.append(pyarrow.parquet.read_table(path, columns=held))
-            num_rows.append(len(tables[-1]))
-        try:
-            self._table = pyarrow.concat_tables(tables).combine_chunks()
-        except pyarrow.ArrowInvalid as error:
-            raise Fatal(f"parquet files of data.path must have one schema, got {error}. Convert them") from error
-        self._first_rows = np.cumsum(num_rows)
+                self._held = [name for name in columns or found.names if name not in self._late]
+            elif other := [
+                each for each in self._held if each in found.names and found.field(each) != schema.field(each)
+            ]:
+                raise Fatal(
+                    f"parquet files of data.path must have one schema, got {found.field(other[0])} in {path} and "
+                    f"{schema.field(other[0])} in {paths[0]}. Convert them"
+                )
+            sizes.append(np.array([footer.row_group(at).num_rows for at in range(footer.num_row_groups)], np.int64))
+            num_bytes += _decoded_bytes(footer, self._held)
+            self._footers.update(b"%d:" % footer.num_rows + _footer_bytes(path))
+            self._digests.append(self._footers.hexdigest())
+        self._group_files = np.repeat(np.arange(len(paths)), [len(each) for each in sizes])
+        self._first_groups = np.cumsum([0] + [len(each) for each in sizes])
+        self._first_rows = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])  # of every group, and the end
         self._name = paths[0].name if len(paths) == 1 else f"{paths[0].parent.name}/*.parquet"
+        self._decoded: OrderedDict[int, Any] = OrderedDict()
+        self._decoding = threading.Lock()
+        self.groups: np.ndarray | None = None if num_bytes <= _HELD_BYTES else self._first_rows
+        """First rows of the groups that are decoded at once, and the end; None where all is in memory."""
+        self._table = None
+        if self.groups is None:
+            tables = [pyarrow.parquet.read_table(file.current_path(), columns=self._held) for file in self._files]
+            self._table = pyarrow.concat_tables(tables).combine_chunks()
 
     def __len__(self) -> int:
         return int(self._first_rows[-1])
 
     def digest(self, num_rows: int) -> str:
-        return digest_of(self._held, sampled(num_rows, MOST_SAMPLED))
+        """Of rows that stay in the files by the footers, which tell place, size and extremes of every column of every group."""
+        if self._table is None:
+            return self._digests[self._group_files[self._group_of(max(0, num_rows - 1))]]
+        return digest_of(self._values, sampled(num_rows, MOST_SAMPLED))
 
     def read(self, index: int) -> Mapping[str, Any]:
-        values = self._held(index)
+        values = self._values(index)
         return {**values, **self._read_late(index)} if self._late else values
-
-    def _held(self, index: int) -> dict[str, Any]:
-        return {name: self._table.column(name)[index].as_py() for name in self._table.column_names}
 
     def name_of(self, index: int) -> str:
         return f"{self._name} row {index}"
 
+    def _values(self, index: int) -> dict[str, Any]:
+        table, at = self._table, index
+        if table is None:
+            group = self._group_of(index)
+            table, at = self._group(index, group), index - int(self._first_rows[group])
+        return {name: table.column(name)[at].as_py() for name in table.column_names}
+
+    def _group_of(self, index: int) -> int:
+        return int(np.searchsorted(self._first_rows, index, side="right")) - 1
+
+    def _group(self, index: int, group: int) -> Any:
+        """The decoded group, one at a time; the newest stay, up to `_HELD_BYTES`."""
+        with self._decoding:
+            if group not in self._decoded:
+                with self._opened(index, group) as (file, local):
+                    self._decoded[group] = file.read_row_group(local, columns=self._held, use_threads=False)
+                while len(self._decoded) > 1 and sum(each.nbytes for each in self._decoded.values()) > _HELD_BYTES:
+                    self._decoded.popitem(last=False)
+            self._decoded.move_to_end(group)
+            return self._decoded[group]
+
     def _read_late(self, index: int) -> Mapping[str, Any]:
         """Decodes the row's group of rows up to it, a few at a time. Nothing in a parquet file says where a single value is."""
-        import pyarrow
-        import pyarrow.parquet
-
-        number = int(np.searchsorted(self._first_rows, index, side="right")) - 1
-        left, group = index - int(self._first_rows[number]), 0
-        try:
-            with pyarrow.parquet.ParquetFile(self._paths[number], memory_map=True, pre_buffer=False) as file:
-                while left >= (size := file.metadata.row_group(group).num_rows):
-                    left, group = left - size, group + 1
-                for batch in file.iter_batches(_LATE_ROWS, [group], columns=self._late, use_threads=False):
-                    if left < batch.num_rows:
-                        return dict(batch.slice(left, 1).to_pylist()[0])
-                    left -= batch.num_rows
-        except (OSError, pyarrow.ArrowException, IndexError) as error:
-            raise RowError(
-                f"{self.name_of(index)}: row must be read as when it was opened, got {error}. Restore its file"
-            ) from error
+        group = self._group_of(index)
+        left = index - int(self._first_rows[group])
+        with self._opened(index, group) as (file, local):
+            for batch in file.iter_batches(_LATE_ROWS, [local], columns=self._late, use_threads=False):
+                if left < batch.num_rows:
+                    return dict(batch.slice(left, 1).to_pylist()[0])
+                left -= batch.num_rows
         raise RowError(
             f"{self.name_of(index)}: row must be read as when it was opened, got fewer rows. Restore its file"
         )
+
+    @contextlib.contextmanager
+    def _opened(self, index: int, group: int) -> Iterator[tuple[Any, int]]:
+        """(the file of a group, which of its groups that is). RowError where it cannot be read, or is not as it was."""
+        import pyarrow
+        import pyarrow.parquet
+
+        number = int(self._group_files[group])
+        try:
+            if not self._files[number].is_same():
+                raise OSError(0, "another file")
+            with pyarrow.parquet.ParquetFile(
+                self._files[number].current_path(), metadata=self._footer_of(number), memory_map=True, pre_buffer=False
+            ) as file:
+                yield file, group - int(self._first_groups[number])
+        except (OSError, pyarrow.ArrowException, IndexError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise RowError(
+                f"{self.name_of(index)}: row must be read as when {self._paths[number]} was opened, got {why}. "
+                "Restore the file; a run reads its data until it ends"
+            ) from error
+
+    def _read_footer(self, number: int) -> Any:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            return pyarrow.parquet.read_metadata(self._files[number].current_path())
+        except pyarrow.ArrowInvalid as error:
+            raise Fatal(
+                f"data.path must name whole parquet files, got {self._paths[number]}: {error}. Write it again"
+            ) from error
 
 
 class Listed:
     """Rows that are a sequence already: a function's result, or a data set of the hub."""
 
     left_out: Sequence[str] = ()
+    groups: np.ndarray | None = None
 
     def __init__(self, rows: Sequence[Any], name: str, num_sampled: int) -> None:
         self._rows = rows
@@ -287,29 +322,18 @@ def _holds_bytes(field: Any) -> bool:
     return any(_holds_bytes(kind.field(number)) for number in range(kind.num_fields))
 
 
-def _line_bounds(path: Path) -> tuple[np.ndarray, np.ndarray | None]:
-    """(int64 [rows, 2]: first byte and end of every line that is not blank; line numbers, None when none is blank)."""
-    ends: list[np.ndarray] = [np.zeros(0, np.int64)]
-    spaced: list[np.ndarray] = [np.zeros(0, np.bool_)]  # of every line: whether it begins with white space
-    size, last = 0, b"\n"
+def _decoded_bytes(footer: Any, columns: Sequence[str]) -> int:
+    """What these columns take once they are decoded, about: dictionaries are not told."""
+    groups = (footer.row_group(at) for at in range(footer.num_row_groups))
+    chunks = (group.column(at) for group in groups for at in range(group.num_columns))
+    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns)
+
+
+def _footer_bytes(path: Path) -> bytes:
     with path.open("rb") as file:
-        while chunk := file.read(_SCAN_BYTES):
-            found = np.frombuffer(chunk, np.uint8)
-            stops = np.flatnonzero(found == ord("\n"))
-            begins = np.concatenate([[0] if last == b"\n" else [], stops + 1]).astype(np.int64)
-            spaced.append(_SPACE[found[begins[begins < len(found)]]])
-            ends.append(stops + size)
-            size, last = size + len(chunk), chunk[-1:]
-        if last != b"\n":
-            ends.append(np.array([size]))
-        stops = np.concatenate(ends)
-        bounds = np.stack([np.concatenate([[0], stops[:-1] + 1])[: len(stops)], stops], axis=1)
-        # A row is a JSON object, which begins with a brace: only lines that begin otherwise are read while scanning.
-        blank = [i for i in np.flatnonzero(np.concatenate(spaced)).tolist() if not _line(file, bounds[i]).strip()]
-    if not blank:
-        return bounds, None
-    numbers = np.delete(np.arange(len(bounds)), blank)
-    return bounds[numbers], numbers
+        file.seek(-8, os.SEEK_END)
+        file.seek(-8 - int.from_bytes(file.read(4), "little"), os.SEEK_END)
+        return file.read()
 
 
 def _parsed(line: bytes) -> Any:
@@ -318,10 +342,3 @@ def _parsed(line: bytes) -> Any:
         with contextlib.suppress(orjson.JSONDecodeError):
             return orjson.loads(line)
     return json.loads(line)
-
-
-def _line(file: Any, bounds: np.ndarray) -> bytes:
-    start, end = bounds.tolist()
-    file.seek(start)
-    text: bytes = file.read(end - start)
-    return text

@@ -27,7 +27,7 @@ from rondo.models.lora import learning
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import DataConfig, SupervisedConfig
 from rondo.roles.data.cursor import Cursor, Order
-from rondo.roles.data.datasets import Row, RowError, Rows
+from rondo.roles.data.datasets import Row, RowError, Rows, windows_of
 from rondo.roles.training.backend import Backend, Use
 from rondo.runtime.errors import Fatal
 
@@ -70,7 +70,8 @@ class Learning:
         position: int = 0,
     ) -> None:
         self._backend, self._config = backend, config
-        self._places = Cursor(Order(len(data), seed, source.shuffle, source.num_passes), position)
+        order = Order(len(data), seed, source.shuffle, source.num_passes, windows=windows_of(source, data))
+        self._places = Cursor(order, position)
         place, agree = config.place, backend.sum_over_ranks
         self._encoded = _Encoded(lambda index: encode(data.row(index)), place, agree)
         self._held_out = held_out

@@ -89,7 +89,7 @@ def test_numbers_of_jsonl_are_what_the_text_says(tmp_path: Path) -> None:
 
 
 def test_lines_longer_than_the_scanned_blocks_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rondo.roles.data.sources._SCAN_BYTES", 7)
+    monkeypatch.setattr("rondo.roles.data.lines._SCAN_BYTES", 7)
     data = open_dataset(config(write_jsonl(tmp_path / "a.jsonl", ROWS)))
     assert prompts(data) == [row["question"] for row in ROWS]
 
@@ -338,7 +338,9 @@ def test_parquet_reads_the_bytes_of_media_row_by_row(tmp_path: Path) -> None:
         assert isinstance(row.prompt, list) and row.prompt[0]["content"][-1] == {"type": "text", "text": str(i)}
     assert pyarrow.total_allocated_bytes() - before < size
     (tmp_path / "b.parquet").write_bytes(b"PAR1")
-    with pytest.raises(RowError, match=r"row 40: row must be read as when it was opened, got .*Restore its file"):
+    with pytest.raises(
+        RowError, match=r"row 40: row must be read as when .*b.parquet was opened, got another file. Restore"
+    ):
         data.row(40)
     assert data.row(1).media[0] == MediaRef("image", b"\1" * size)
 

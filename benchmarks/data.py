@@ -1,0 +1,177 @@
+"""Data sets on disk: what ten million rows cost to open and to read, and whether a killed reader goes on exactly.
+
+    rondo bench data [--rows 10000000] [--folder FOLDER] [--quick]
+
+Files are made once in `--folder`, in shards: JSONL, and parquet in groups of 1,000, 10,000 and 1,000,000 rows. Each figure is of
+a process of its own: the first start, which makes the indexes of JSONL, and a later one, from opening to the first row; processor
+time of a row, read in the shuffled order (`w4`: by windows of four groups); memory that is the process's own (RssAnon), before
+opening, after, and after all reads. For `resume` a process prints each row that it takes, is killed by SIGKILL in the middle, and
+another goes on from its position: rows must be those of one that was left alone. Files lie in the page cache as they do. The
+last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rondo.roles.config import DataConfig
+from rondo.roles.data.cursor import Order
+from rondo.roles.data.datasets import open_dataset, windows_of
+
+SEED = 7
+_SHARDS = 8
+_BLOCK = 100_000
+_READ_S = 10.0
+_WORDS = 40
+
+
+def rows(first: int, count: int) -> Iterator[dict[str, str]]:
+    """Texts of forty words that differ from row to row, as long as the questions of GSM8K."""
+    pool = [f"word{number}" for number in range(997)]
+    sentence = " ".join(pool[(31 * at) % 997] for at in range(997)) + " "
+    for number in range(first, first + count):
+        at = number * 7919 % 4000
+        yield {"question": f"{number}: {sentence[at : at + 6 * _WORDS]}", "answer": str(number % 1000)}
+
+
+def make(folder: Path, num_rows: int, group: int | None) -> None:
+    """The shards of one form, those that are not there yet."""
+    folder.mkdir(parents=True, exist_ok=True)
+    size = -(-num_rows // _SHARDS)
+    for number in range(_SHARDS):
+        first, end = number * size, min((number + 1) * size, num_rows)
+        path = folder / f"{number}.{'jsonl' if group is None else 'parquet'}"
+        if path.exists():
+            continue
+        whole = path.with_suffix(".part")
+        if group is None:
+            with whole.open("w") as file:
+                for at in range(first, end, _BLOCK):
+                    file.writelines(json.dumps(row) + "\n" for row in rows(at, min(_BLOCK, end - at)))
+        else:
+            import pyarrow
+            import pyarrow.parquet
+
+            schema = pyarrow.schema({"question": "string", "answer": "string"})
+            with pyarrow.parquet.ParquetWriter(whole, schema) as writer:
+                for at in range(first, end, max(group, _BLOCK)):
+                    table = pyarrow.Table.from_pylist(list(rows(at, min(max(group, _BLOCK), end - at))), schema)
+                    writer.write_table(table, row_group_size=group)
+        whole.replace(path)
+
+
+def own_bytes() -> int:
+    found = Path("/proc/self/status").read_text(encoding="utf-8").partition("RssAnon:")[2].split()[0]
+    return int(found) * 1024
+
+
+def look(folder: Path, windows: int | None, seconds: float) -> dict[str, float]:
+    """Opens a data set in this process and reads rows for so long."""
+    with contextlib.suppress(ImportError):  # what any reader of parquet loads is no part of the data
+        import pyarrow.parquet  # noqa: F401
+    before, begun = own_bytes(), time.perf_counter()
+    config = DataConfig(path=str(folder), prompt="question", label="answer", shuffle_groups=windows)
+    data = open_dataset(config)
+    order = Order(len(data), SEED, windows=windows_of(config, data))
+    data.row(order.locate(0).row)
+    start_s, opened = time.perf_counter() - begun, own_bytes()
+    begun, used, read = time.perf_counter(), time.process_time(), 0
+    while time.perf_counter() - begun < seconds:
+        data.row(order.locate(read).row)
+        read += 1
+    ms = (time.process_time() - used) * 1e3 / read
+    memory = {"before_mb": before / 1e6, "opened_mb": opened / 1e6, "read_mb": own_bytes() / 1e6}
+    return {"rows": len(data), "start_s": start_s, "ms_a_row": ms, "rows_read": read} | memory
+
+
+def take(folder: Path, first: int, count: int) -> None:
+    """A line a row: position and a digest of what it says."""
+    data = open_dataset(DataConfig(path=str(folder), prompt="question", label="answer"))
+    order = Order(len(data), SEED)
+    for position in range(first, first + count):
+        row = data.row(order.locate(position).row)
+        told = hashlib.blake2b(f"{row.prompt}/{row.label}".encode(), digest_size=8).hexdigest()
+        print(position, told, flush=True)
+
+
+def resumes(folder: Path, count: int = 2000) -> bool:
+    """Whether a reader that was killed, and one that went on, took the rows of one that nobody touched."""
+    alone = taken(folder, 0, count, None)
+    killed = taken(folder, 0, count, count // 3)
+    return len(alone) == count and killed + taken(folder, len(killed), count - len(killed), None) == alone
+
+
+def taken(folder: Path, first: int, count: int, kill_at: int | None) -> list[str]:
+    command = [sys.executable, "-m", "benchmarks.data", "--take", str(folder), str(first), str(count)]
+    lines = []
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if not line.endswith("\n"):
+                break  # cut off by the kill
+            lines.append(line)
+            if len(lines) == kill_at:
+                process.send_signal(signal.SIGKILL)
+    return lines
+
+
+def elsewhere(folder: Path, windows: int | None, seconds: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.data", "--look", str(folder), str(windows or 0), str(seconds)]
+    found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
+    return {name: round(value, 4) for name, value in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    parser.add_argument("--folder", type=Path, default=Path("runs/bench_data"))
+    parser.add_argument("--seconds", type=float, default=_READ_S, help="of reading, each")
+    parser.add_argument("--quick", action="store_true", help="100,000 rows and a second of reading")
+    parser.add_argument("--look", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--take", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.look:
+        folder, windows, seconds = options.look
+        print(json.dumps(look(Path(folder), int(windows) or None, float(seconds))))
+        return
+    if options.take:
+        folder, first, count = options.take
+        take(Path(folder), int(first), int(count))
+        return
+    num_rows, seconds = (100_000, 1.0) if options.quick else (options.rows, options.seconds)
+    top = options.folder / str(num_rows)
+    os.environ["XDG_CACHE_HOME"] = str((top / "cache").resolve())  # the first start is one
+    shutil.rmtree(top / "cache", ignore_errors=True)
+    figures: dict[str, Any] = {"rows": num_rows}
+    make(top / "jsonl", num_rows, None)
+    figures["jsonl_first"] = elsewhere(top / "jsonl", None, seconds)
+    figures["jsonl"] = elsewhere(top / "jsonl", None, seconds)
+    figures["index_bytes"] = sum(path.stat().st_size for path in (top / "cache").rglob("*.index"))
+    figures["jsonl_bytes"] = sum(path.stat().st_size for path in (top / "jsonl").iterdir())
+    figures["resume_exact"] = {"jsonl": resumes(top / "jsonl")}
+    for group in (1_000, 10_000, 1_000_000):
+        folder = top / f"parquet_{group}"
+        make(folder, num_rows, group)
+        figures[f"parquet_{group}"] = elsewhere(folder, None, seconds)
+        if not options.quick:  # so few rows are held in memory, where there are no windows
+            figures[f"parquet_{group}_w4"] = elsewhere(folder, 4 if group < 1_000_000 else 2, seconds)
+    figures["resume_exact"]["parquet"] = resumes(top / "parquet_1000")
+    for name, each in figures.items():
+        print(f"{name:22} {each}", flush=True)
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

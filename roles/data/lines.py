@@ -1,0 +1,209 @@
+"""Lines: where each line of a JSONL file begins, however large the file is.
+
+Owns the scan for them, and the index that is kept of a large file, so that no later start reads the file whole. Does not own what
+a line says (`sources.py`).
+
+    lines = Lines(file)
+    len(lines), lines.span(2)  ->  10000000, (511, 760)          first byte and end of the third line that is not blank
+
+An index takes 8 bytes a line, in `$XDG_CACHE_HOME/rondo/lines` (`~/.cache`), under the file's path, size and times: 80 MB for ten
+million lines, and no memory. Files below a megabyte are scanned each time. Where no index can be written it stays in memory.
+
+Invariant: lines are those of the file when it was opened; an index of another state of the file is never read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+log = logging.getLogger(__name__)
+
+_SCAN_BYTES = 1 << 24
+_KEPT_FROM_BYTES = 1 << 20
+_SPACE = np.isin(np.arange(256), list(b"\n\r\t\v\f ")).astype(bool)
+"""Whether a line that begins with this byte may be blank."""
+_MAGIC = 0x1_0A_72_6F_6E_64_6F
+"""The first word of an index; the numbers of lines and of blank lines follow, and then both."""
+_HEADER_WORDS = 3
+
+
+class File:
+    """A file as it was when this was made. Threads may read it beside each other."""
+
+    def __init__(self, path: Path, *, keep: bool) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if keep else None
+        self.accept()
+        if self._fd is not None:
+            weakref.finalize(self, os.close, self._fd)
+
+    def accept(self) -> None:
+        """From now on it is the same as long as it stays as it is."""
+        self._state = self._look()
+
+    @property
+    def num_bytes(self) -> int:
+        """When it was last accepted."""
+        return self._state[1]
+
+    def read(self, start: int, end: int) -> tuple[bytes, bool]:
+        """(bytes, whether nobody has written to the file). OSError for a file that was closed in between and is gone."""
+        fd = self._fd if self._fd is not None else os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            text = os.pread(fd, end - start, start)
+        finally:
+            if self._fd is None:
+                os.close(fd)
+        return text, self.is_same()
+
+    def is_same(self) -> bool:
+        """Whether nobody has written to it. OSError as `read`."""
+        return self._look() == self._state
+
+    def current_path(self) -> Path:
+        """Where this very file can be opened, also when another one has its name by now."""
+        return self.path if self._fd is None else Path(f"/proc/self/fd/{self._fd}")
+
+    def _look(self) -> tuple[int, int, int]:
+        found = self.path.stat() if self._fd is None else os.fstat(self._fd)
+        return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class Lines:
+    """The lines of a file that are not blank, by number. `keep`: whether a descriptor of its index may stay open."""
+
+    def __init__(self, file: File, *, keep: bool) -> None:
+        kept = _index_of(file) if file.num_bytes >= _KEPT_FROM_BYTES else None
+        if kept is not None and not _is_index(kept):
+            try:
+                _write(kept, file)
+            except OSError as error:
+                log.warning("where the lines of %s begin stays in memory, since %s cannot be written: %s",
+                            file.path, kept, error.strerror)  # fmt: skip
+                kept = None
+        if kept is not None:
+            index = File(kept, keep=keep)
+            _, num_starts, num_blank = np.frombuffer(index.read(0, 8 * _HEADER_WORDS)[0], np.int64).tolist()
+
+            def words(first: int, end: int) -> np.ndarray:
+                return np.frombuffer(index.read(8 * (_HEADER_WORDS + first), 8 * (_HEADER_WORDS + end))[0], np.int64)
+        else:
+            starts, blank = _scanned(file)
+            every, num_starts, num_blank = np.concatenate([starts, blank]), len(starts), len(blank)
+
+            def words(first: int, end: int) -> np.ndarray:
+                return every[first:end]
+
+        self._words: Callable[[int, int], np.ndarray] = words
+        self._num_lines = num_starts - 1
+        self._blank = words(num_starts, num_starts + num_blank)  # of every blank line: how many others are above it
+
+    def __len__(self) -> int:
+        return self._num_lines
+
+    def span(self, number: int) -> tuple[int, int]:
+        """First byte and end, without the newline; blank lines below it may be in it."""
+        start, following = self._words(number, number + 2).tolist()
+        return start, following - 1
+
+    def lengths(self, num_lines: int) -> Iterator[np.ndarray]:
+        """int64, bytes of the first lines, some at a time."""
+        step = 1 << 20
+        for first in range(0, num_lines, step):
+            yield np.diff(self._words(first, min(first + step, num_lines) + 1)) - 1
+
+    def number_in_file(self, number: int) -> int:
+        """Counted from 1, blank ones included."""
+        return number + 1 + int(np.searchsorted(self._blank, number, side="right"))
+
+
+def _scan(file: File) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(first bytes of lines that are not blank, and of those that are), some at a time; last the end of the last line + 1."""
+    with file.current_path().open("rb") as text, file.current_path().open("rb") as again:
+        done, begins_line = 0, True
+        # Lines that come while it is scanned are not of the file as it was opened.
+        while chunk := text.read(min(_SCAN_BYTES, file.num_bytes - done)):
+            found = np.frombuffer(chunk, np.uint8)
+            begins = np.concatenate([[0] if begins_line else [], np.flatnonzero(found == ord("\n")) + 1]).astype(
+                np.int64
+            )
+            begins_line = chunk.endswith(b"\n")
+            begins = begins[: len(begins) - begins_line]
+            # A row is a JSON object, which begins with a brace: only lines that begin otherwise are read while scanning.
+            blank = [at for at in begins[_SPACE[found[begins]]].tolist() if not _line(again, done + at).strip()]
+            yield np.setdiff1d(begins, blank, assume_unique=True) + done, np.array(blank, np.int64) + done
+            done += len(chunk)
+    yield np.array([done + (not begins_line)]), np.zeros(0, np.int64)
+
+
+def _line(text: object, start: int) -> bytes:
+    text.seek(start)  # type: ignore[attr-defined]
+    line: bytes = text.readline()  # type: ignore[attr-defined]
+    return line
+
+
+def _scanned(file: File) -> tuple[np.ndarray, np.ndarray]:
+    """Everything at once, in memory: the words of an index without its header."""
+    starts, blank = zip(*_scan(file), strict=True)
+    every = np.concatenate(starts)
+    return every, np.searchsorted(every, np.concatenate(blank))
+
+
+def _write(to: Path, file: File) -> None:
+    """Beside its place first, so that whoever else starts at this time reads a whole one or makes its own."""
+    to.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with tempfile.NamedTemporaryFile(dir=to.parent, prefix=to.name, delete=False) as out:
+        try:
+            num_starts, blank = 0, [np.zeros(0, np.int64)]
+            out.write(bytes(8 * _HEADER_WORDS))
+            for starts, empty in _scan(file):
+                out.write(starts.tobytes())
+                if len(empty):
+                    blank.append(num_starts + np.searchsorted(starts, empty))
+                num_starts += len(starts)
+            out.write(np.concatenate(blank).astype(np.int64).tobytes())
+            out.seek(0)
+            out.write(np.array([_MAGIC, num_starts, sum(map(len, blank))], np.int64).tobytes())
+            out.close()
+            if file.is_same():
+                Path(out.name).replace(to)
+            else:
+                raise OSError(0, "the file is being written to")
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                Path(out.name).unlink()
+            raise
+    for other in to.parent.glob(f"{to.name.partition('-')[0]}-*"):
+        if other != to and other.suffix == to.suffix:  # of what the file was before
+            other.unlink(missing_ok=True)
+
+
+def _is_index(path: Path) -> bool:
+    """Whether a whole one lies there."""
+    try:
+        with path.open("rb") as file:
+            words = np.frombuffer(file.read(8 * _HEADER_WORDS), np.int64).tolist()
+        return words[:1] == [_MAGIC] and path.stat().st_size == 8 * (_HEADER_WORDS + sum(words[1:]))
+    except (OSError, ValueError):
+        return False
+
+
+def _index_of(file: File) -> Path | None:
+    """Where the index of the file as it is now lies; None without a home."""
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    found = file.current_path().stat()
+    state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    names = (hashlib.blake2b(str(each).encode(), digest_size=12).hexdigest() for each in (file.path.resolve(), state))
+    return cache / "rondo" / "lines" / ("-".join(names) + ".index")
