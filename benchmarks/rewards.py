@@ -1,18 +1,20 @@
 """The reward hub: agreement with its sources, rows a second, and what answers made to hold a checker up do to a pool of workers.
 
-    rondo bench rewards [--answers 10000] [--workers 2] [--checker math] [--seconds 1]
+    rondo bench rewards [--answers 10000] [--workers 2] [--checkers math ifeval ifbench] [--seconds 1]
 
-First each checker scores what its source says of responses (`rewards_cases.py`): every case that it scores another way is
-printed, with why. Its rows a second are of these cases, by processor time of one core. Then as many hostile answers
-(`rewards_hostile.py`, the same each time) go through the pool that a run has, one a worker at a time: told are those that hung
-until `reward.deadline_s`, that killed their worker, and that raised; and the seconds of the slowest, by kind, from asking to the
-score. The last line is one JSON object.
+First each checker scores what its source says of responses (`rewards_cases.py`, `rewards_instructions.py`): every case that it
+scores another way is printed, with why. Its rows a second are of these cases, by processor time of one core. Then as many hostile
+answers (`rewards_hostile.py`, the same each time) go to each of `--checkers` through the pool that a run has, one a worker at a
+time, with the rows of its cases in turn: told are those that hung until `reward.deadline_s`, that killed their worker, and that
+raised; and the seconds of the slowest, by kind, from asking to the score. `ifbench` needs data of nltk (docs/rewards.md). The
+last line is one JSON object.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import math
 import time
@@ -21,12 +23,14 @@ from typing import Any
 
 from benchmarks.rewards_cases import DIFFERS, PUBLISHED, Case
 from benchmarks.rewards_hostile import hostile
+from benchmarks.rewards_instructions import IFBENCH, IFEVAL
 from rondo.roles.config.data import RewardConfig
 from rondo.roles.rewards import hub
 from rondo.roles.rewards.pool import RewardItem, RewardPool
 from rondo.roles.rewards.scores import checked
 
 LOAD_S = 120.0
+CASES = PUBLISHED | {"ifeval": IFEVAL, "ifbench": IFBENCH}
 
 
 def scored(name: str, case: Case) -> float:
@@ -36,7 +40,7 @@ def scored(name: str, case: Case) -> float:
 
 def agreement(name: str, seconds: float) -> dict[str, Any]:
     """Of one checker: how many cases there are, those that it scores another way than its source, and rows a second."""
-    cases = PUBLISHED[name]
+    cases = CASES[name]
     differ = [case for case in cases if not math.isclose(scored(name, case), case.theirs, rel_tol=1e-6)]
     begun, rows = time.process_time(), 0
     while (took := time.process_time() - begun) < seconds:
@@ -57,12 +61,12 @@ async def survived(checker: str, answers: int, workers: int) -> dict[str, Any]:
     config = RewardConfig(function=checker, num_workers=workers)
     given = config.model_dump(include={"function", "per", "components", "by", "args", "num_workers", "deadline_s"})
     became, slowest, took = Counter[str](), dict[str, float](), list[float]()
-    left = hostile(answers)
+    left, rows = hostile(answers), itertools.cycle([case.metadata for case in CASES[checker]])
 
     async def ask(pool: RewardPool) -> None:
         for kind, response, label in left:
             begun = time.perf_counter()
-            [result] = await pool.score([RewardItem(response, label=label)])
+            [result] = await pool.score([RewardItem(response, label=label, metadata=next(rows))])
             took.append(time.perf_counter() - begun)
             slowest[kind] = max(slowest.get(kind, 0.0), took[-1])
             became["hung" if result.timed_out else "failed" if result.score is None else "scored"] += 1
@@ -90,21 +94,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--answers", type=int, default=10_000)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--checker", default="math")
+    parser.add_argument("--checkers", nargs="+", default=["math", "ifeval", "ifbench"], choices=CASES, metavar="NAME")
     parser.add_argument(
         "--seconds", type=float, default=1.0, help="processor time of the rows a second of each checker"
     )
     options = parser.parse_args()
     checkers = {}
-    for name in PUBLISHED:
+    for name in CASES:
         found = checkers[name] = agreement(name, options.seconds)
         print(
             f"{name:16} {found['agree']:3} of {found['cases']:3} agree  {found['rows_per_s']:8,} rows/s a core",
             flush=True,
         )
-    pool = asyncio.run(survived(options.checker, options.answers, options.workers))
-    print(", ".join(f"{name} {value}" for name, value in pool.items()))
-    print(json.dumps({"checkers": checkers, "hostile": pool}))
+    pools = [asyncio.run(survived(name, options.answers, options.workers)) for name in options.checkers]
+    for pool in pools:
+        print(", ".join(f"{name} {value}" for name, value in pool.items()))
+    print(json.dumps({"checkers": checkers, "hostile": pools}))
 
 
 if __name__ == "__main__":

@@ -133,12 +133,15 @@ def rewards(f: Figures) -> Iterator[Row]:
         "reward hub, cases that the sources of its checkers publish: scored as they do, of all; rows/s a core",
         "; ".join(f"{name} {of['agree']} of {of['cases']}, {of['rows_per_s']:,}" for name, of in f["checkers"].items()),
     )
-    pool = f["hostile"]
+    pools = f["hostile"] if isinstance(f["hostile"], list) else [f["hostile"]]
     yield (
-        f"{pool['answers']:,} answers made to hold `{pool['checker']}` up, through a pool of {pool['workers']} workers: hung, "
+        f"{pools[0]['answers']:,} answers made to hold a checker up, through a pool of {pools[0]['workers']} workers: hung, "
         "killed their worker, raised; median, p99, slowest",
-        f"{pool['hung']}, {pool['crashed']}, {pool['raised']}; {pool['median_ms']:.1f} ms, {pool['p99_s']:.1f} s, "
-        f"{pool['slowest_s']:.1f} s",
+        ". ".join(
+            f"`{pool['checker']}` {pool['hung']}, {pool['crashed']}, {pool['raised']}; {pool['median_ms']:.1f} ms, "
+            f"{pool['p99_s']:.1f} s, {pool['slowest_s']:.1f} s"
+            for pool in pools
+        ),
     )
 
 

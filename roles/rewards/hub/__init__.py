@@ -2,6 +2,7 @@
 
 answers        one right answer, as text: exact, boxed, gsm8k, multiple_choice, gpqa, f1; and how answers are found in responses
 minerva        dapo: answers brought to one form; symbolic, compared as mathematics: math, deepscaler, geo3k, openr1mm
+instructions   ifeval, ifbench: what a program can check of instructions; processor_time, a bound on what it may take
 programs       code: a program's tests, run in the sandbox
 service        remote: what an HTTP service gives
 forms          the form alone: tags, format; and random, a control
@@ -24,6 +25,8 @@ _FACE = {
     "geo3k": "rondo.roles.rewards.hub.symbolic",
     "openr1mm": "rondo.roles.rewards.hub.symbolic",
     "code": "rondo.roles.rewards.hub.programs",
+    "ifeval": "rondo.roles.rewards.hub.instructions",
+    "ifbench": "rondo.roles.rewards.hub.instructions",
     "remote": "rondo.roles.rewards.hub.service",
     "tags": "rondo.roles.rewards.hub.forms",
     "format": "rondo.roles.rewards.hub.forms",

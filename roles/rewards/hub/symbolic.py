@@ -13,13 +13,10 @@ from __future__ import annotations
 import functools
 import logging
 import re
-import signal
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from rondo.roles.rewards.hub.answers import last_boxed, last_tagged, right_answers
+from rondo.roles.rewards.hub.processor_time import TookTooLong, at_most
 from rondo.runtime.errors import ConfigError
 
 try:
@@ -34,7 +31,6 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its de
 
 _PROCESSOR_S = 1.0
 """Of a comparison."""
-_AGAIN_S = 0.1
 _LOOKED_AT = 2000
 """Characters at the end of a response without a box."""
 _MAX_CHARACTERS, _MAX_DEPTH, _MAX_DIGITS = 1000, 24, 400
@@ -99,37 +95,10 @@ def same(answer: str, label: str, whole: bool = True) -> bool:
     if _is_large(said):
         return False
     try:
-        with _at_most(_PROCESSOR_S):
+        with at_most(_PROCESSOR_S):
             return bool(verify(_parsed(right), _read(said, whole), timeout_seconds=None))
-    except (_TookTooLong, RecursionError, MemoryError):
+    except (TookTooLong, RecursionError, MemoryError):
         return False
-
-
-class _TookTooLong(BaseException):
-    """What no library catches as an error of its own."""
-
-
-@contextmanager
-def _at_most(processor_s: float) -> Iterator[None]:
-    """Raises _TookTooLong in the body once this process has computed for so long, and again where that was swallowed, as in a
-    destructor. Beside the main thread, which alone has signals, the body may take what it takes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(*_: object) -> None:
-        raise _TookTooLong
-
-    before = signal.signal(signal.SIGVTALRM, stop)
-    try:
-        signal.setitimer(signal.ITIMER_VIRTUAL, processor_s, _AGAIN_S)
-        yield
-    finally:
-        try:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        finally:  # also where it came in between
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
 
 
 def _is_large(text: str) -> bool:
