@@ -72,9 +72,9 @@ def main() -> None:
         build_model(Path(folder) / "model")
         model = load_model(str(Path(folder) / "model"))
     shares = Packing.of(model)
-    assert shares.share_prompts
+    assert shares.share_prefixes
     parallel.compute_in(model, options.dtype)
-    sides = {"ours": shares, "rows": replace(shares, share_prompts=False)}
+    sides = {"ours": shares, "rows": replace(shares, share_prefixes=False)}
     cases: dict[str, Any] = {}
     for num_prompt, load in CASES:
         seen: dict[str, list[float]] = {side: [] for side in sides}

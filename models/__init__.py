@@ -2,8 +2,8 @@
 
 in and out     config, load, filling (each rank reads its part), names (on disk), checkpoint, tiny/ (built without a download)
 media          media/ (from references to what a model takes), families/ (what rondo knows of multimodal ones), parts
-computing      packing (and shared_prompts: each prompt once), logprobs, routing (router replay), mesh (the ranks), parallel/
-               (FSDP2 and experts over them), optimizer, state (what a snapshot holds)
+computing      packing (and prefix_tree, shared_prefixes: what rows begin with, once), logprobs, routing (router replay), mesh
+               (the ranks), parallel/ (FSDP2 and experts over them), optimizer, state (what a snapshot holds)
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from rondo.models.kernels import FLASH, FLEX, Part
-from rondo.models.shared_prompts import Call, Segment, calls_of, lay_out, why_apart
+from rondo.models.shared_prefixes import Call, Segment, calls_of, lay_out, ways, why_apart
 from rondo.models.towers import attend_with, part_of
 from rondo.runtime.errors import ConfigError
 
@@ -34,11 +34,11 @@ TOLERANCE = {torch.float32: 2e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 included, and less than one token more or less that is seen."""
 _Lengths = tuple[tuple[int, ...], tuple[tuple[int, int], ...]]
 _BATCHES: tuple[_Lengths, ...] = (
-    ((150, 5, 1), ((0, 130), (0, 1), (0, 129), (1, 40), (1, 200), (2, 13), (2, 1))),
-    ((37, 3), ((0, 64), (0, 100), (1, 9))),
+    ((150, 5, 1), ((0, 130), (0, 1), (0, 129), (1, 40), (1, 200), (2, 13), (2, 1), (3, 70), (3, 9), (10, 33), (10, 2))),
+    ((37, 3), ((0, 64), (0, 100), (1, 9), (2, 20), (2, 6))),
 )
-"""Lengths of the proof's prompts, and (prompt, length) of their answers: on both sides of the blocks of 64 and 128 that kernels
-work by. Two batches: what is compiled for the second one serves all later lengths."""
+"""Lengths of the proof's prompts, and of what goes on (segment, length): on both sides of the blocks of 64 and 128 that kernels
+work by, and behind answers too. Two batches: what is compiled for the second one serves all later lengths."""
 _KERNELS = 64
 """Variants of flex_attention that one process may compile: by heads, precision, gradients, and length known or not. Beyond it
 torch would go on with an attention that makes all scores, after eight unless it is told."""
@@ -159,7 +159,7 @@ def prove(name: str, calls: set[Call], device: torch.device, dtype: torch.dtype)
 
 def _compared(name: str, call: Call, lengths: _Lengths, device: torch.device, dtype: torch.dtype) -> str:
     prompts, answers = lengths if call.causal else (lengths[0], ())
-    segments = [*map(Segment, prompts), *(Segment(length, prompt) for prompt, length in answers)]
+    segments = [*map(Segment, prompts), *(Segment(length, behind) for behind, length in answers)]
     starts, shared = lay_out(segments, name)
     spans = [torch.arange(start, start + one.length) for start, one in zip(starts, segments, strict=True)]
     draw = torch.Generator().manual_seed(0)
@@ -184,11 +184,8 @@ def _compared(name: str, call: Call, lengths: _Lengths, device: torch.device, dt
     found = _with_gradients(lambda *x: _through(whole, x, call.scaling, window), inputs, weight)
     with torch.no_grad():
         scored = _through(whole, inputs, call.scaling, window)
-    alone = spans[: len(prompts)]
-    rows = [torch.arange(len(span)) for span in alone]  # whose outcome is kept
-    for (prompt, _), own in zip(answers, spans[len(prompts) :], strict=True):
-        rows.append(torch.arange(len(spans[prompt]), len(spans[prompt]) + len(own)))
-        alone.append(torch.cat([spans[prompt], own]))
+    alone = [torch.cat([*(spans[at] for at in way), own]) for way, own in zip(ways(segments), spans, strict=True)]
+    rows = [torch.arange(len(one) - len(own), len(one)) for one, own in zip(alone, spans, strict=True)]  # that are kept
     places = torch.cat([span[kept] for span, kept in zip(alone, rows, strict=True)]).argsort().to(device)
 
     def each_alone(*x: torch.Tensor) -> torch.Tensor:

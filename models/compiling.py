@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rondo.models.shared_prompts import stay_outside_of_graphs
+from rondo.models.shared_prefixes import stay_outside_of_graphs
 from rondo.runtime.errors import ConfigError
 
 

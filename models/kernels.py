@@ -2,10 +2,10 @@
 
 Owns what each kernel is told of which queries see which keys. It is made once for a micro-batch and lies on the device: no layer
 makes a mask, takes an index from the host or waits for the device, and nothing is as large as tokens times tokens. Does not own
-where tokens lie (`shared_prompts.py`), nor which kernel is taken and how it is proved (`attention.py`).
+where tokens lie (`shared_prefixes.py`), nor which kernel is taken and how it is proved (`attention.py`).
 
-A flat batch is *runs* behind each other: tokens that follow one another, behind a prompt that lies elsewhere, or behind nothing.
-A prompt and the answer next to it are one run.
+A flat batch is *runs* behind each other: tokens that follow one another, behind some that lie elsewhere, or behind nothing. They
+lie depth first: a prompt and the answer next to it are one run, and what is behind tokens lies right behind them.
 
     prompt aaa with answers AA and B, prompt c with C      flat  aaaAABcC      runs  aaaAA, B behind aaa, cC
 
@@ -44,18 +44,22 @@ class Part(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`length` tokens from `start` on, each of which sees those before it, and the `before` tokens from `prompt` on."""
+    """`length` tokens from `start` on, each of which sees those before it, and those that the run is `behind`, as (first, how
+    many), in their order."""
 
     start: int
     length: int
-    prompt: int = 0
-    before: int = 0
+    behind: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def before(self) -> int:
+        return sum(length for _, length in self.behind)
 
 
 @dataclass(frozen=True, slots=True)
 class Varlen:
     """All of a flat batch for flash_attention_2. Its causal mask ends with the last query at the last key, so the queries of a
-    run whose keys begin with a prompt see all of that."""
+    run whose keys begin with what it is behind see all of that."""
 
     query_ends: torch.Tensor  # int32 [runs + 1], from 0
     key_ends: torch.Tensor  # int32 [runs + 1], from 0
@@ -70,7 +74,7 @@ class Varlen:
         lengths, befores = (np.array([getattr(run, name) for run in runs]) for name in ("length", "before"))
         keys = None
         if befores.any():
-            spans = [span for run in runs for span in ((run.prompt, run.before), (run.start, run.length))]
+            spans = [span for run in runs for span in (*run.behind, (run.start, run.length))]
             keys = torch.from_numpy(np.concatenate([np.arange(start, start + length) for start, length in spans]))
         most = int(lengths.max()), int((lengths + befores).max())
         return cls(_ends(lengths), _ends(lengths + befores), keys, *most)
@@ -101,7 +105,7 @@ class Varlen:
 class Documents:
     """All of a flat batch for flex_attention."""
 
-    # int32 [4, N]: where the run of each query begins, where the prompt before it begins and ends, and the query's place in its
+    # int32 [3, N]: the first query that sees each key, the first one behind those that do, and the place of each token in its
     # sequence.
     bounds: torch.Tensor
     some: torch.Tensor  # bool [blocks of queries, blocks of keys]: some queries see some keys
@@ -112,35 +116,31 @@ class Documents:
 
     @classmethod
     def of(cls, runs: Sequence[Run]) -> Documents:
-        """Of runs that lie behind each other."""
-        starts, lengths, prompts, befores = np.array([(r.start, r.length, r.prompt, r.before) for r in runs]).T
-        bounds = np.repeat(np.stack([starts, prompts, prompts + befores, befores - starts]), lengths, axis=1)
-        bounds[3] += np.arange(bounds.shape[1])
-        some, every = map(torch.from_numpy, _blocks(runs, bounds.shape[1]))
-        return cls.made(torch.from_numpy(bounds.astype(np.int32)), some, every)
+        """Of runs that lie behind each other, depth first: who sees a token lies behind it without a gap."""
+        bounds = np.tile(np.arange(runs[-1].start + runs[-1].length, dtype=np.int32), (3, 1))
+        for run in runs:
+            end = run.start + run.length
+            for start, length in (*run.behind, (run.start, run.length)):
+                bounds[1, start : start + length] = end
+            bounds[2, run.start : end] += run.before - run.start
+        return cls.made(torch.from_numpy(bounds))
 
     @classmethod
     def whole(cls, ends: torch.Tensor, num_tokens: int) -> Documents:
-        """Of which each token sees all of its own: as a prompt of which it is itself. ends: int32 [documents + 1], from 0. Where
-        they lie, and without a look at them."""
+        """Of which each token sees all of its own. ends: int32 [documents + 1], from 0. Where they lie, and without a look at
+        them."""
         places = torch.arange(num_tokens, device=ends.device)
         of = torch.searchsorted(ends[1:], places, right=True)
-        begins, stops = ends[of], ends[of + 1]
-        heads = torch.arange(0, num_tokens, _BLOCK, device=ends.device)
-        tails = (heads + _BLOCK - 1).clamp(max=num_tokens - 1)
-        first, last = of[heads], of[tails]
-        some = (first[:, None] <= last) & (first <= last[:, None])
-        full = (first == last) & (heads + _BLOCK <= num_tokens)
-        every = full[:, None] & full & (first[:, None] == first)
-        return cls.made(torch.stack([begins, begins, stops, torch.zeros_like(begins)]), some, every)
+        return cls.made(torch.stack([ends[of], ends[of + 1], torch.zeros_like(ends[of])]))
 
     @classmethod
-    def made(cls, bounds: torch.Tensor, some: torch.Tensor, every: torch.Tensor) -> Documents:
-        """With the mask, where these lie."""
+    def made(cls, bounds: torch.Tensor) -> Documents:
+        """Where these lie, without a look at them."""
+        some, every = _blocks(bounds)
         return cls(bounds, some, every, _mask(bounds, some, every))
 
     def to(self, device: torch.device | str) -> Documents:
-        return Documents.made(self.bounds.to(device), self.some.to(device), self.every.to(device))
+        return Documents.made(self.bounds.to(device))
 
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **how: Any
@@ -156,7 +156,7 @@ class Documents:
     def _in_window(self, window: int) -> BlockMask:
         """Without the blocks whose keys are all too far from all queries; told without a look at the device."""
         if window not in self._in_windows:
-            places = self.bounds[3]
+            places = self.bounds[2]
             missing = len(self.some) * _BLOCK - len(places)
             padded = torch.cat([places, places[-1:].expand(missing)]).view(-1, _BLOCK)
             first, last = padded.amin(1), padded.amax(1)
@@ -173,31 +173,24 @@ def _ends(lengths: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
 
 
-def _blocks(runs: Sequence[Run], num_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def _blocks(bounds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(blocks with something to see, blocks of which all is seen), both bool [blocks of queries, blocks of keys]."""
-    begins = np.arange(0, num_tokens, _BLOCK)
-    ends = begins + _BLOCK
-    some, every = np.zeros((2, len(begins), len(begins)), bool)
-    every[: num_tokens // _BLOCK] = True  # but where the last queries are missing
-    for run in runs:
-        prompt_end, end = run.prompt + run.before, run.start + run.length
-        for row in range(run.start // _BLOCK, -(-end // _BLOCK)):
-            first, last = max(run.start, row * _BLOCK), min(end, (row + 1) * _BLOCK) - 1
-            some[row] |= (begins <= last) & (ends > run.start)
-            if run.before:
-                some[row] |= (begins < prompt_end) & (ends > run.prompt)
-            in_prompt = (begins >= run.prompt) & (ends <= prompt_end)
-            every[row] &= in_prompt | ((begins >= run.start) & (ends <= first + 1))
-    return some, every
+    num_tokens = bounds.shape[1]
+    heads = torch.arange(0, num_tokens, _BLOCK, device=bounds.device)
+    missing = len(heads) * _BLOCK - num_tokens
+    begins, ends = (torch.cat([row, row[-1:].expand(missing)]).view(-1, _BLOCK) for row in bounds[:2])
+    full = heads + _BLOCK <= num_tokens
+    some = (begins.amin(1) < heads[:, None] + _BLOCK) & (ends.amax(1) > heads[:, None])
+    every = (begins.amax(1) <= heads[:, None]) & (ends.amin(1) >= heads[:, None] + _BLOCK)
+    return some, every & full & full[:, None]
 
 
 def _mask(bounds: torch.Tensor, some: torch.Tensor, every: torch.Tensor, window: int | None = None) -> BlockMask:
     """On the device where these lie."""
-    begin, first, last, place = bounds
+    begin, end, place = bounds
 
     def sees(batch: Any, head: Any, query: Any, key: Any) -> Any:
-        own = (key >= begin[query]) & (key <= query)
-        return own | ((key >= first[query]) & (key < last[query]))
+        return (begin[key] <= query) & (query < end[key])
 
     def sees_near(batch: Any, head: Any, query: Any, key: Any) -> Any:
         return sees(batch, head, query, key) & (place[query] - place[key] < window)

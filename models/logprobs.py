@@ -26,7 +26,7 @@ from torch.distributed.fsdp import FSDPModule
 from rondo.models.media.batch import collate, embedding, encoded_once
 from rondo.models.packing import PackedBatch, Sequence, can_share_rows, pack
 from rondo.models.routing import Heard, through_routers
-from rondo.models.shared_prompts import share_prompts
+from rondo.models.shared_prefixes import share_prefixes
 from rondo.models.units import drop_copies
 from rondo.runtime.errors import ConfigError
 
@@ -113,7 +113,7 @@ def _run(model: Any, packed: PackedBatch, score: _ScoreOf, heard: Heard | None =
     """What `score` makes of the output layer and the hidden states that predict response tokens."""
     batch = collate(model, packed.media, device=packed.input_ids.device)
     arguments = {"input_ids": packed.input_ids, "use_cache": False, "return_dict": True, **batch.arguments}
-    if packed.shared is not None and not share_prompts(model):
+    if packed.shared is not None and not share_prefixes(model):
         raise ConfigError(
             f"{type(model).__name__} must attend as flat batches need, got layers that do otherwise. "
             "Pack with the Packing of this model"

@@ -1,10 +1,10 @@
 """Sequences of different lengths as one batch with hardly any padding, whatever the lengths.
 
 Owns which sequence lies where, and the indices that bring the response positions back in the callers' order. Does not own who
-attends to whom. A *flat* batch is one row with each prompt in it once for all of its samples; `shared_prompts.py` says which
-models take it, and how its tokens attend. The others get *rows* of one length, for which transformers makes the masks from
-`position_ids`, whatever kernel and layer type (a row with several sequences restarts its positions, so each attends to itself
-only). Pure: equal sequences give equal batches.
+attends to whom. A *flat* batch is one row in which what sequences begin with is there once for all of them (`prefix_tree.py`);
+`shared_prefixes.py` says which models take it, and how its tokens attend. The others get *rows* of one
+length, for which transformers makes the masks from `position_ids`, whatever kernel and layer type (a row with several sequences
+restarts its positions, so each attends to itself only). Pure: equal sequences give equal batches.
 
 Models of multimodal families get positions on four axes: text (which restarts with each sequence and keeps them apart), time,
 height and width. The media of a batch are in the order in which their placeholders lie in its rows. In training such a batch
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -37,9 +37,10 @@ from rondo.models.attention import chosen
 from rondo.models.families import family_of
 from rondo.models.media.batch import placeholder_ids
 from rondo.models.media.inputs import MediaInputs
+from rondo.models.prefix_tree import Line, tree_of
 from rondo.models.rotations import check_length, longest_alike
 from rondo.models.routing import Routes
-from rondo.models.shared_prompts import Segment, SharedPrompts, lay_out, share_prompts, share_prompts_as, why_apart
+from rondo.models.shared_prefixes import Segment, SharedPrefixes, lay_out, share_prefixes, share_prefixes_as, why_apart
 from rondo.models.trials import Failed, differs, logits_of, trial
 from rondo.runtime.errors import ConfigError
 
@@ -76,7 +77,7 @@ class PackedBatch:
     responses: tuple[int, ...]
     num_tokens: int
     media: tuple[MediaInputs, ...] = ()  # in the order of their placeholders in the flat [B * L]
-    shared: SharedPrompts | None = None  # of a flat batch, B = 1: how its tokens see each other
+    shared: SharedPrefixes | None = None  # of a flat batch, B = 1: how its tokens see each other
     # int64 [B, L]: what to embed, where `input_ids` hides placeholders that stand for no feature; None: nothing is hidden.
     embedded_ids: torch.Tensor | None = None
     routes: Routes | None = None  # of the flat [B * L]; None: nothing was recorded
@@ -108,7 +109,7 @@ class PackedBatch:
 class Packing:
     """How one model wants its sequences. Found out once, before the model is sharded."""
 
-    share_prompts: bool
+    share_prefixes: bool
     share_rows: bool
     dummy: Sequence | None
     """Of a multimodal family: what every batch of training holds beside its sequences."""
@@ -121,9 +122,9 @@ class Packing:
 
     @classmethod
     def of(cls, model: Any) -> Packing:
-        """Prompts are shared where the model can; its attention is switched to that of `shared_prompts.py` then, and flat batches
-        are for the kernel that was chosen for it (`attention.py`). What it cannot, and why, is in the log."""
-        ways = share_prompts(model), can_share_rows(model)
+        """Beginnings are shared where the model can; its attention is switched to that of `shared_prefixes.py` then, and flat
+        batches are for the kernel that was chosen for it (`attention.py`). What it cannot, and why, is in the log."""
+        ways = share_prefixes(model), can_share_rows(model)
         if not ways[0]:
             log.warning(
                 "prompts are computed for each sample again: model=%s reason=%r", type(model).__name__, why_apart(model)
@@ -143,7 +144,7 @@ class Packing:
     def alike(cls, model: Any, other: Any | None) -> Packing:
         """As `of`, but nothing is tried: what was found out of `other`, a model of the same kind, holds for `model`; None: it
         would pass every trial."""
-        share_prompts_as(model, other)
+        share_prefixes_as(model, other)
         _alone[model] = "" if other is None else why_alone(other)
         return cls.of(model)
 
@@ -152,7 +153,7 @@ class Packing:
         beyond `longest`. behind: of each, the state behind its last token, too."""
         check_length(self.model_name, self.longest, max((len(one.tokens) for one in sequences), default=0))
         return pack(
-            sequences, share_prompts=self.share_prompts, share_rows=self.share_rows, multimodal=self.dummy is not None,
+            sequences, share_prefixes=self.share_prefixes, share_rows=self.share_rows, multimodal=self.dummy is not None,
             dummy=self.dummy if train else None, placeholders=self.placeholders, attn=self.attn,
             behind=behind,
         )  # fmt: skip
@@ -196,7 +197,7 @@ def _mixed(model: Any) -> str:
 def pack(
     sequences: Ordered[Sequence],
     *,
-    share_prompts: bool = False,
+    share_prefixes: bool = False,
     share_rows: bool = True,
     multimodal: bool = False,
     dummy: Sequence | None = None,
@@ -204,7 +205,7 @@ def pack(
     attn: str = "sdpa",
     behind: bool = False,
 ) -> PackedBatch:
-    """One flat row for `attn` with `share_prompts`, which leaves out a sequence's last token (it predicts nothing); else rows as
+    """One flat row for `attn` with `share_prefixes`, which leaves out a sequence's last token (it predicts nothing); else rows as
     long as the longest sequence, one sequence a row unless `share_rows`.
 
     `multimodal` makes positions on four axes. `dummy` is one more sequence that nobody sees in the results. `placeholders` are
@@ -218,7 +219,7 @@ def pack(
     lies_in: Ordered[Ordered[int]] = [
         (index,) for index in range(len(every))
     ]  # the pieces that each sequence is made of
-    if share_prompts:
+    if share_prefixes:
         segments, pieces, lies_in = _segments(every, behind)
         starts, shared = lay_out(segments, attn)
         num_rows, width = 1, sum(segment.length for segment in segments)
@@ -254,7 +255,7 @@ def pack(
     hidden = hide_placeholders(input_ids, features, placeholders)
     ids_BL = torch.from_numpy(input_ids).view(num_rows, width)
     axes = torch.from_numpy(positions_AN).view(-1, num_rows, width)
-    alone = not share_prompts and num_rows == len(every)
+    alone = not share_prefixes and num_rows == len(every)
     return PackedBatch(
         input_ids=ids_BL if hidden is None else torch.from_numpy(hidden).view(num_rows, width),
         embedded_ids=None if hidden is None else ids_BL,
@@ -280,35 +281,16 @@ def _places(one: Sequence, pieces: Iterable[tuple[int, tuple[Sequence, int, int]
 
 def _segments(
     sequences: Ordered[Sequence], behind: bool
-) -> tuple[list[Segment], list[tuple[Sequence, int, int]], list[tuple[int, int]]]:
-    """Segments, the (sequence, first token, last token + 1) that each holds, and each sequence's (prompt, own) among them."""
-    segments: list[Segment] = []
-    pieces: list[tuple[Sequence, int, int]] = []
-    prompts: dict[Hashable, int] = {}
-    ends = []
-    for sequence in sequences:
-        last = len(sequence.tokens) - (sequence.response > 0 and not behind)
-        begin = len(sequence.tokens) - sequence.response
-        placed = () if sequence.media is None else sequence.media.placed
-        if any(at < begin < at + part.positions.shape[1] for at, part in placed):
-            begin = last  # media lie across where the answer begins: nothing of it is shared
-        key = _same(sequence, begin)
-        if key not in prompts:
-            prompts[key] = len(segments)
-            segments.append(Segment(begin))
-            pieces.append((sequence, 0, begin))
-        ends.append((prompts[key], len(segments)))
-        segments.append(Segment(last - begin, prompts[key]))
-        pieces.append((sequence, begin, last))
-    return segments, pieces, ends
-
-
-def _same(sequence: Sequence, begin: int) -> Hashable:
-    """What two sequences have in common whose first `begin` tokens are computed alike."""
-    placed = () if sequence.media is None else sequence.media.placed
-    media = tuple((at, part.key) for at, part in placed if at < begin)
-    experts = None if sequence.experts is None else sequence.experts[:begin].tobytes()
-    return np.asarray(sequence.tokens[:begin], np.int64).tobytes(), media, experts
+) -> tuple[list[Segment], list[tuple[Sequence, int, int]], list[tuple[int, ...]]]:
+    """Segments, the (sequence, first token, last token + 1) that each holds, and those that each sequence lies in."""
+    lines = []
+    for one in sequences:
+        placed = () if one.media is None else one.media.placed
+        media = tuple((at, part.positions.shape[1], part.key) for at, part in placed)
+        lines.append(Line(one.tokens, len(one.tokens) - (one.response > 0 and not behind), media, one.experts))
+    nodes, paths = tree_of(lines)
+    segments = [Segment(node.end - node.begin, node.parent) for node in nodes]
+    return segments, [(sequences[node.line], node.begin, node.end) for node in nodes], paths
 
 
 def hide_placeholders(ids: np.ndarray, features: np.ndarray, placeholders: Ordered[int]) -> np.ndarray | None:

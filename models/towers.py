@@ -24,7 +24,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from rondo.models.kernels import FLASH, FLEX, Documents, Part, Varlen
-from rondo.models.shared_prompts import Call
+from rondo.models.shared_prefixes import Call
 from rondo.models.units import towers_of
 
 _NAMES = {FLASH: "rondo_flash_towers", FLEX: "rondo_flash_towers_through_flex"}

@@ -1,6 +1,6 @@
 """A model is tried out on a few tokens: what it makes of them in one way, against what it makes of them alone.
 
-Owns how that is computed and compared. Does not own what is tried: who shares prompts (`shared_prompts.py`), who shares rows
+Owns how that is computed and compared. Does not own what is tried: who shares prompts (`shared_prefixes.py`), who shares rows
 (`packing.py`), who trains at all (`acceptance.py`), who generates (`roles/engines/embedded/hf_forward.py`).
 
 Trials compute in float32 whatever the weights are, a unit at a time: the noise of bfloat16 grows with depth, to a tenth of the

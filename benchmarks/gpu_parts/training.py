@@ -119,7 +119,7 @@ def work(options: Options, device: str, folder: Path, settings: dict[str, Any]) 
     groups = [ranks.group(shape.vocab, prompt, answers, np.random.default_rng(rank)) for answers in lengths]
     every = [row for group in groups for row in group]
     packing = trainer.objective._packing
-    apart = replace(packing, share_prompts=False, share_rows=False)
+    apart = replace(packing, share_prefixes=False, share_rows=False)
     ways = {"packed": (packing, list(in_order(every, tokens)))}
     if settings["attn"] == "sdpa":
         ways["padded"] = (apart, list(side_by_side(every, tokens)))

@@ -311,7 +311,7 @@ def look_at_family(config: RunConfig, report: Report, model: Any) -> None:
     from rondo.models.families import family_of
     from rondo.models.load import attention
     from rondo.models.rotations import check_length, longest_alike
-    from rondo.models.shared_prompts import other_attention, why_apart
+    from rondo.models.shared_prefixes import other_attention, why_apart
     from rondo.models.stand_in import stand_in
     from rondo.models.trials import Failed
     from rondo.roles.engines.embedded.hf_forward import check_generation
@@ -332,7 +332,7 @@ def look_at_family(config: RunConfig, report: Report, model: Any) -> None:
     if config.job == "rl" and rollout.sglang is None:
         check_generation(small)
     look_at_attention(config, report, name, why_apart(small))
-    if not way.share_prompts:
+    if not way.share_prefixes:
         how = "rows that several samples share" if way.share_rows else "a row of its own, as long as the longest"
         report.add("note", f"{name} computes a prompt for each of its samples again, in {how}")
 

@@ -157,7 +157,7 @@ class Tracer:
             ledger.section = STEP
             backend.update(0)
             sent.update(ledger.sent)
-        workspaces = self._workspaces(model, rows, encoded) if self._on_device and packing.share_prompts else {}
+        workspaces = self._workspaces(model, rows, encoded) if self._on_device and packing.share_prefixes else {}
         for section, peak in ledger.peaks.items():
             peak.parts[WORKSPACE] = workspaces.get(section[1], 0) if section[0] == "backward" else 0
         return Told({section: peak.parts for section, peak in ledger.peaks.items()}, sent)

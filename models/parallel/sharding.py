@@ -36,7 +36,7 @@ from rondo.models.names import kept_in_float32
 from rondo.models.packing import can_share_rows
 from rondo.models.parallel.experts import spread, stay_outside_of_graphs
 from rondo.models.routing import the_same_way
-from rondo.models.shared_prompts import share_prompts
+from rondo.models.shared_prefixes import share_prefixes
 from rondo.models.units import decoder_layers, drop_copies, on_copies, owned, sharded_units, towers_of
 from rondo.runtime.errors import ConfigError
 
@@ -85,7 +85,7 @@ def compute_in(
     """
     # What is found out by trying stays so (collective where it is not known yet).
     can_share_rows(model)
-    share_prompts(model)
+    share_prefixes(model)
     layers, towers, device = decoder_layers(model), towers_of(model), next(model.parameters()).device
     if dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(

@@ -20,11 +20,11 @@ from rondo.models.attention import candidates, choose, prove
 from rondo.models.kernels import FLASH, FLEX
 from rondo.models.logprobs import response_log_probs
 from rondo.models.packing import Packing, Sequence, can_share_rows
-from rondo.models.shared_prompts import Call
+from rondo.models.shared_prefixes import Call
 from rondo.runtime.errors import ConfigError
 from tests.models import emulated, multimodal
 from tests.models.builders import SIZES, sequences, tiny, unpacked
-from tests.models.test_shared_prompts import groups
+from tests.models.test_shared_prefixes import groups
 
 CALLS = {Call(4, 2, 16, 16, None), Call(4, 2, 16, 16, None, window=50), Call(2, 2, 24, 24, None, causal=False)}
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ def test_what_has_chunks_or_a_state_is_refused_a_kernel_and_auto_gives_it_sdpa(
         with pytest.raises(ConfigError, match=rf'got "{attn}": {reason}\. Set it to "auto"'):
             choose(model, attn, "bfloat16")
     packing = accept(cases[1][0], attn="auto", dtype="bfloat16")
-    assert (packing.attn, packing.share_prompts) == ("sdpa", False)
+    assert (packing.attn, packing.share_prefixes) == ("sdpa", False)
 
 
 # ---- what a device has --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What kernels are told of a flat batch: each query sees its prompt, and its own segment up to itself."""
+"""What kernels are told of a flat batch: each query sees what its segment is behind, and that up to itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rondo.models.attention import prove
 from rondo.models.kernels import FLASH, FLEX, Documents, Varlen
-from rondo.models.shared_prompts import Call, Segment, SharedPrompts, lay_out
+from rondo.models.shared_prefixes import Call, Segment, SharedPrefixes, lay_out, ways
 from tests.models import emulated
 
 
 def drawn(seed: int, most: int = 300) -> list[Segment]:
-    """Prompts and answers of all sizes, some of them empty, in no order."""
+    """Prompts and answers of all sizes, and what goes on behind answers, some of them empty, in no order."""
     rng = np.random.default_rng(seed)
     segments: list[Segment] = []
     for length in rng.integers(1, most, 4):
@@ -25,14 +25,16 @@ def drawn(seed: int, most: int = 300) -> list[Segment]:
         segments.append(Segment(int(length)))
         segments += [Segment(int(n), prompt) for n in rng.integers(0, most, rng.integers(0, 4))]
     segments += [Segment(int(rng.integers(1, most)), 0), Segment(0), Segment(128, len(segments) + 1)]
+    for _ in range(5):
+        segments.append(Segment(int(rng.integers(0, most // 2)), int(rng.integers(0, len(segments)))))
     return segments
 
 
 def places(segments: list[Segment], starts: list[int]) -> torch.Tensor:
     """int64 [queries], of each token in its sequence."""
     found = torch.zeros(sum(one.length for one in segments), dtype=torch.int64)
-    for start, one in zip(starts, segments, strict=True):
-        before = 0 if one.prompt is None else segments[one.prompt].length
+    for start, one, way in zip(starts, segments, ways(segments), strict=True):
+        before = sum(segments[at].length for at in way)
         found[start : start + one.length] = before + torch.arange(one.length)
     return found
 
@@ -41,11 +43,11 @@ def expected(segments: list[Segment], starts: list[int]) -> torch.Tensor:
     """bool [queries, keys]"""
     length = sum(one.length for one in segments)
     sees = torch.zeros(length, length, dtype=torch.bool)
-    for start, one in zip(starts, segments, strict=True):
+    for start, one, way in zip(starts, segments, ways(segments), strict=True):
         own = slice(start, start + one.length)
         sees[own, own] = torch.ones(one.length, one.length, dtype=torch.bool).tril()
-        if one.prompt is not None:
-            sees[own, starts[one.prompt] : starts[one.prompt] + segments[one.prompt].length] = True
+        for at in way:
+            sees[own, starts[at] : starts[at] + segments[at].length] = True
     return sees
 
 
@@ -149,7 +151,7 @@ def test_what_is_compiled_for_two_lengths_serves_all_and_no_number_of_variants_e
     assert len(made) == 2
 
 
-def attended(shared: SharedPrompts, inputs: list[torch.Tensor], window: int | None) -> torch.Tensor:
+def attended(shared: SharedPrefixes, inputs: list[torch.Tensor], window: int | None) -> torch.Tensor:
     module = torch.nn.Module()
     how = {"scaling": None, "dropout": 0.0, "window": window}
     with torch.no_grad():

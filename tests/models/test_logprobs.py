@@ -224,7 +224,7 @@ def test_a_sampled_placeholder_is_a_word_like_any_other(family: str) -> None:
     for one in (Sequence(words, 5), with_picture):
         packing = Packing.of(model)
         log_probs, _ = response_log_probs(model, packing.pack([one]))
-        packed = replace(packing, share_prompts=False).pack([one])
+        packed = replace(packing, share_prefixes=False).pack([one])
         # transformers finds placeholders among embeddings by equality, so those of the words are moved by nearly nothing.
         ids = torch.from_numpy(one.tokens.astype(np.int64))[None]
         embedded = model.get_input_embeddings()(ids).detach()

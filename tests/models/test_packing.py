@@ -151,7 +151,7 @@ def test_media_are_in_the_order_of_their_placeholders_in_the_rows(family: str) -
     model = multimodal.tiny(family)
     batch = multimodal.ragged(model, seed=3)
     packing = Packing.of(model)
-    packed = replace(packing, share_prompts=False).pack(batch, train=True)
+    packed = replace(packing, share_prefixes=False).pack(batch, train=True)
     width = packed.input_ids.shape[1]
     flat = packed.input_ids.flatten()
     places = {}

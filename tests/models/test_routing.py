@@ -25,7 +25,7 @@ from tests.models import multimodal
 from tests.models.builders import SIZES, recorded, sequences, tiny
 
 LENGTHS = ((13, 5), (4, 3), (21, 11), (7, 6))
-pack_flat = functools.partial(pack, share_prompts=True)
+pack_flat = functools.partial(pack, share_prefixes=True)
 
 
 def told(layers: int = 2, seed: int = 0) -> list[Sequence]:

@@ -87,7 +87,7 @@ def test_experts_over_ranks_are_traced_as_shards_and_tokens_travel_as_to_the_ful
     # A token goes to two experts, in 128 numbers of 4 bytes: there, and back with those that came beyond, and both in the
     # backward; half to the other rank.
     rows = [Sequence(row.tokens, len(row.mask)) for row in Rows.of(config, None).micro_batch()]
-    positions = pack(rows, share_prompts=True).num_tokens
+    positions = pack(rows, share_prefixes=True).num_tokens
     one = int((1 + IMBALANCE) / 2 * 2 * positions) * 128 * 4 // 2
     times = found.num_micro_batches * layers * (6 if checkpointing else 4)
     assert found.sent["all-to-all"] == pytest.approx(times * one, rel=0.01) and "all-to-all" not in whole.sent

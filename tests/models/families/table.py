@@ -101,7 +101,7 @@ def measured(kind: str) -> Row | None:
     asked = [
         request(f"r{n}", prompt, new) for n, (prompt, new) in enumerate([(3, 30), (20, 20), (33, 25), (1, 9), (12, 40)])
     ]
-    way = _WAYS[packing.share_prompts, packing.share_rows]
+    way = _WAYS[packing.share_prefixes, packing.share_rows]
     try:
         engine = slot_engine(model, num_slots=3, max_length=64, forward="hf")
     except ConfigError as error:
@@ -133,8 +133,10 @@ def page(rows: list[Row]) -> str:
         "the embedded engine, over sequences longer than the windows of their layers. `rondo check` asks a small model of your",
         "config before anything starts, and every process asks the model itself when it opens it. bfloat16 adds its rounding.",
         "",
-        "*prompts once*: a prompt is computed once for all of its samples; *rows shared*: samples lie behind each other in rows",
-        "of one length; *rows apart*: each has a row of its own, padded to the longest of its micro-batch.",
+        "*prompts once*: what samples begin with (a prompt, turns, what branches left) is computed once for all of them; *rows",
+        "shared*: samples lie behind each other in rows of one length; *rows apart*: each has a row of its own, padded to the",
+        "longest of its micro-batch. Layers that carry a state from token to token (linear attention, as in qwen3_5) cannot",
+        "branch here: such families compute every row whole.",
         "",
         "Phi-3 is here with `longrope`, PhiMoE and Qwen2 with windows.",
         "",

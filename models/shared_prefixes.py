@@ -1,32 +1,33 @@
-"""The tokens of a prompt once for all of its samples: a flat batch, and the attention that reads it.
+"""Tokens that sequences begin with once for all of them: a flat batch, and the attention that reads it.
 
 Owns where each token lies in a flat batch, which keys each query sees, and the attention function that does it for any model of
-transformers whose layers are causal attention, full or in a window. Does not own what else a batch holds (`packing.py`), nor
-what a GPU's kernels are told of it (`kernels.py`).
+transformers whose layers are causal attention, full or in a window. Does not own what else a batch holds (`packing.py`), what its
+sequences have in common (`prefix_tree.py`), nor what a GPU's kernels are told of it (`kernels.py`).
 
-The samples of a prompt group begin alike, and what a token's layers make of it depends on the tokens before it alone. So a prompt
-is computed once, and its keys and values serve all of its samples; nothing is padded but inside attention. The gradient is the
-same sum in another order.
+The samples of a prompt group begin alike, so do the turns of an episode and the branches of a session; and what a token's layers
+make of it depends on the tokens before it alone. So what sequences begin with is computed once, and its keys and values serve all
+of them; nothing is padded but inside attention. The gradient is the same sum in another order.
 
-    prompt a with samples A B C, prompt d with D      flat:  aaaa dd AAAAA BBB CCC DDDD
-                                                              |_______________|
-                                                       queries BBB see keys aaaa BBB
+    prompt a with samples A B C, of which C has branches E F       flat:  aaaa AAAAA BBB CCC EEEE FF
+                                                                           |_______________|____|
+                                                             queries EEEE see keys aaaa CCC EEEE
 
 With "sdpa" attention goes by blocks: segments of about one length, each a row, padded to the longest of its block. A query sees
-the prompt before its segment, and its own segment up to itself. A kernel takes the batch whole, each prompt before its answers.
+the segments before its own on the way from the root, and its own up to itself. A kernel takes the batch whole, depth first.
 
 Invariant: each token is in one segment, and a block's segments lie behind each other in the flat batch. A layer computes as it
-always does where a batch has no `SharedPrompts`.
+always does where a batch has no `SharedPrefixes`.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -41,17 +42,18 @@ from rondo.models.families import family_of
 from rondo.models.kernels import KERNELS, Part, Run
 from rondo.models.trials import Failed, differs, logits_of, trial
 
-NAME = "rondo_shared_prompts"
+NAME = "rondo_shared_prefixes"
 """Of this attention, among those of transformers."""
-_ARGUMENT = "shared_prompts"
+_ARGUMENT = "shared_prefixes"
 _CLASSES_PER_OCTAVE = 2
-"""Segments share a block when their lengths, and those of their prompts, are of one class: within 41 % of each other."""
+"""Segments share a block when their lengths, and those of what they are behind, are of one class: within 41 % of each other."""
 _MOST_SCORES = 1 << 26
-"""Most queries times keys of a block with a mask, which has as many bytes where the rows' prompts differ in length."""
+"""Most queries times keys of a block with a mask, which has as many bytes where what the rows are behind differs in length."""
 _STEP = 512
 """Fewest queries that are taken at a time in a window."""
+_NOTHING = np.zeros(0, np.int64)
 _REFUSED = ("softcap", "position_bias", "s_aux")
-_applied: ContextVar[SharedPrompts | None] = ContextVar("shared_prompts", default=None)
+_applied: ContextVar[SharedPrefixes | None] = ContextVar("shared_prefixes", default=None)
 _apart: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 _calls: WeakKeyDictionary[Any, set[Call]] = WeakKeyDictionary()
 
@@ -62,10 +64,11 @@ class OtherAttention(Failed):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """`length` tokens that follow each other, all of them behind the segment `prompt` (its index), or behind nothing."""
+    """`length` tokens that follow each other, all of them behind the segment `parent` (its index) and what that is behind, or
+    behind nothing."""
 
     length: int
-    prompt: int | None = None
+    parent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +89,7 @@ class Block:
     keys: torch.Tensor | None = None  # int64 [B * K], token of each key; None: the queries
     kept: torch.Tensor | None = None  # int64 [stop - start], query of each token; None: each query is one
     mask: torch.Tensor | None = None  # bool [B or 1, 1, Q, K]; None: causal
-    before: torch.Tensor | None = None  # int64 [B or 1], of the prompt that the rows of `mask` see
+    before: torch.Tensor | None = None  # int64 [B or 1], of the keys in front of their own that the rows of `mask` see
     _biases: dict[tuple[torch.dtype, int, int | None], torch.Tensor] = field(default_factory=dict)
 
     def to(self, device: torch.device | str) -> Block:
@@ -180,15 +183,15 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedPrompts:
+class SharedPrefixes:
     """How the queries and keys of a flat batch belong together; made by `lay_out`. `parts` see to its tokens in their order."""
 
     parts: tuple[Part, ...]
     heard: set[Call] | None = None
     """Where layers leave how they call; None: nobody asks."""
 
-    def to(self, device: torch.device | str) -> SharedPrompts:
-        return SharedPrompts(tuple(part.to(device) for part in self.parts), self.heard)
+    def to(self, device: torch.device | str) -> SharedPrefixes:
+        return SharedPrefixes(tuple(part.to(device) for part in self.parts), self.heard)
 
     @contextmanager
     def arguments(self, input_ids: torch.Tensor) -> Iterator[dict[str, Any]]:
@@ -201,91 +204,109 @@ class SharedPrompts:
             _applied.reset(token)
 
 
-def lay_out(segments: Sequence[Segment], attn: str = "sdpa") -> tuple[list[int], SharedPrompts]:
-    """(first token of each segment in the flat batch, how they attend with "sdpa" or a kernel). Empty segments take no room."""
+def lay_out(segments: Sequence[Segment], attn: str = "sdpa") -> tuple[list[int], SharedPrefixes]:
+    """(first token of each segment in the flat batch, how they attend with "sdpa" or a kernel). A segment comes behind the one
+    that it is behind; empty ones take no room."""
     if attn in KERNELS:
         starts, runs = _runs(segments)
-        return starts, SharedPrompts((KERNELS[attn].of(runs),))
+        return starts, SharedPrefixes((KERNELS[attn].of(runs),))
+    befores = [sum(segments[at].length for at in way) for way in ways(segments)]
     classes: defaultdict[tuple[bool, int, int], list[int]] = defaultdict(list)
     for index, segment in enumerate(segments):
         if segment.length:
-            classes[segment.prompt is not None, _class(_before(segments, index)), _class(segment.length)].append(index)
-    starts, blocks, end = [0] * len(segments), [], 0
-    for name in sorted(classes):
-        for part in _parts(segments, classes[name]):
-            for index in part:
-                starts[index], end = end, end + segments[index].length
-            blocks.append(_block(segments, part, starts))
-    return starts, SharedPrompts(tuple(blocks))
+            classes[segment.parent is not None, _class(befores[index]), _class(segment.length)].append(index)
+    parts = [part for name in sorted(classes) for part in _parts(segments, classes[name], befores)]
+    starts, end = [0] * len(segments), 0
+    for index in itertools.chain(*parts):
+        starts[index], end = end, end + segments[index].length
+    places = [np.arange(start, start + one.length) for start, one in zip(starts, segments, strict=True)]
+    seen = [np.concatenate([_NOTHING, *(places[at] for at in way)]) for way in ways(segments)]
+    return starts, SharedPrefixes(tuple(_block(segments, part, starts, [seen[at] for at in part]) for part in parts))
+
+
+def ways(segments: Sequence[Segment]) -> list[tuple[int, ...]]:
+    """The segments that each one is behind, from the first on."""
+    found: list[tuple[int, ...]] = []
+    for segment in segments:
+        found.append(() if segment.parent is None else (*found[segment.parent], segment.parent))
+    return found
 
 
 def _runs(segments: Sequence[Segment]) -> tuple[list[int], list[Run]]:
-    """Each prompt, and its answers right behind it: the first of them goes on where it ends."""
-    starts, runs, end = [0] * len(segments), list[Run](), 0
-    last: int | None = None  # the prompt that ends where the next segment begins
-    for index in sorted(
-        range(len(segments)), key=lambda i: (i if segments[i].prompt is None else segments[i].prompt, i)
-    ):
-        segment, starts[index] = segments[index], end
-        if not segment.length:
-            continue
-        prompt = segment.prompt
-        if prompt is not None and prompt == last:
-            runs[-1] = Run(runs[-1].start, runs[-1].length + segment.length)
-        elif prompt is None or not segments[prompt].length:
-            runs.append(Run(end, segment.length))
-        else:
-            runs.append(Run(end, segment.length, starts[prompt], segments[prompt].length))
-        last, end = (index if prompt is None else None), end + segment.length
+    """Depth first, what is behind a segment right behind it: the first of these goes on where it ends."""
+    behind: defaultdict[int | None, list[int]] = defaultdict(list)
+    for index, segment in enumerate(segments):
+        behind[segment.parent].append(index)
+    starts, runs, end, before = [0] * len(segments), list[Run](), 0, ways(segments)
+    waiting = behind[None][::-1]
+    while waiting:
+        index = waiting.pop()
+        waiting += behind[index][::-1]
+        length, starts[index] = segments[index].length, end
+        seen = _joined([(starts[at], segments[at].length) for at in before[index] if segments[at].length])
+        if length and seen and sum(seen[-1]) == end:
+            runs[-1] = replace(runs[-1], length=runs[-1].length + length)
+        elif length:
+            runs.append(Run(end, length, seen))
+        end += length
     return starts, runs
+
+
+def _joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same tokens, (first, how many); neighbours are one span."""
+    found: list[tuple[int, int]] = []
+    for start, length in spans:
+        if found and sum(found[-1]) == start:
+            start, length = found[-1][0], found.pop()[1] + length
+        found.append((start, length))
+    return tuple(found)
 
 
 def _class(length: int) -> int:
     return -1 if length == 0 else math.ceil(_CLASSES_PER_OCTAVE * math.log2(length))
 
 
-def _parts(segments: Sequence[Segment], indices: list[int]) -> Iterator[list[int]]:
+def _parts(segments: Sequence[Segment], indices: list[int], befores: Sequence[int]) -> Iterator[list[int]]:
     """The segments of a class, the longest first, cut where a block's mask would become too large."""
     ordered = sorted(indices, key=lambda index: -segments[index].length)
-    width, depth = segments[ordered[0]].length, max(_before(segments, index) for index in ordered)
+    width, depth = segments[ordered[0]].length, max(befores[index] for index in ordered)
     size = _MOST_SCORES // (width * (width + depth)) if _masked(width, depth) else len(ordered)
     for start in range(0, len(ordered), size):
         yield ordered[start : start + size]
 
 
-def _before(segments: Sequence[Segment], index: int) -> int:
-    prompt = segments[index].prompt
-    return 0 if prompt is None else segments[prompt].length
-
-
 def _masked(width: int, depth: int) -> bool:
-    """Whether segments of up to `width` tokens attend to prompts of up to `depth` with a mask; else their prompt is among the
-    queries too, whose outcome is dropped: kernels for plain causal attention skip half of the scores, and need no mask."""
+    """Whether segments of up to `width` tokens attend to up to `depth` before them with a mask; else those are among the queries
+    too, whose outcome is dropped: kernels for plain causal attention skip half of the scores, and need no mask."""
     return depth > width and width * (width + depth) <= _MOST_SCORES
 
 
-def _block(segments: Sequence[Segment], part: list[int], starts: list[int]) -> Block:
+def _block(segments: Sequence[Segment], part: list[int], starts: list[int], seen: Sequence[np.ndarray]) -> Block:
+    """Of some neighbours. seen: the tokens before each, int64."""
     lengths = np.array([segments[index].length for index in part])[:, None]
-    before = np.array([_before(segments, index) for index in part])[:, None]
+    before = np.array([len(each) for each in seen])[:, None]
     first = np.array([starts[index] for index in part])[:, None]
-    first_before = np.array([starts[segments[index].prompt or 0] for index in part])[:, None]
     start, stop = int(first[0, 0]), int(first[-1, 0] + lengths[-1, 0])
     width, depth = int(lengths.max()), int(before.max())
     # What pads a row is a token that is there: it is always something finite to see, and nobody looks at the outcome.
     if not _masked(width, depth):
         column = np.arange(int((before + lengths).max()))
         own = (column >= before) & (column < before + lengths)
-        row = np.where(column < before, first_before + column, first + np.where(own, column - before, 0))
         if own.all():
             return Block(start, stop, len(part))
-        return Block(start, stop, len(part), queries=_index(row), kept=_index(np.flatnonzero(own)))
-    column, column_before = np.arange(width), np.arange(depth)
-    own, seen = column < lengths, column_before < before
+        queries = first + np.where(own, column - before, 0)
+        for row, places in zip(queries, seen, strict=True):
+            row[: len(places)] = places
+        return Block(start, stop, len(part), queries=_index(queries), kept=_index(np.flatnonzero(own)))
+    column, shown = np.arange(width), np.arange(depth) < before
+    own = column < lengths
     queries = first + np.where(own, column, 0)
-    keys = np.concatenate([np.where(seen, first_before + column_before, 0), queries], axis=1)
-    rows = 1 if seen.all() else len(part)  # of the mask
+    keys = np.concatenate([np.zeros((len(part), depth), np.int64), queries], axis=1)
+    for row, places in zip(keys, seen, strict=True):
+        row[: len(places)] = places
+    rows = 1 if shown.all() else len(part)  # of the mask
     causal = np.broadcast_to(np.tril(np.ones((width, width), bool)), (rows, width, width))
-    mask = np.concatenate([np.broadcast_to(seen[:rows, None], (rows, width, depth)), causal], axis=2)
+    mask = np.concatenate([np.broadcast_to(shown[:rows, None], (rows, width, depth)), causal], axis=2)
     return Block(
         start,
         stop,
@@ -311,16 +332,16 @@ def attention(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    shared_prompts: SharedPrompts | None = None,
+    shared_prefixes: SharedPrefixes | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [1, heads, N, D], key [1, key heads, N, D], value [1, key heads, N, value D] ->
     [1, N, heads, value D].
 
-    Without `shared_prompts` it is "sdpa". Raises OtherAttention for layers that are neither full causal attention nor that in a
+    Without `shared_prefixes` it is "sdpa". Raises OtherAttention for layers that are neither full causal attention nor that in a
     window.
     """
-    if shared_prompts is None:
+    if shared_prefixes is None:
         assert not isinstance(attention_mask, Window)
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **others
@@ -333,11 +354,11 @@ def attention(
         given.append("a mask of its own")
     if given:
         raise OtherAttention(f"{type(module).__name__} attends with {given[0]}")
-    if shared_prompts.heard is not None:
-        shared_prompts.heard.add(Call(query.shape[1], key.shape[1], query.shape[3], value.shape[3], scaling, window))
+    if shared_prefixes.heard is not None:
+        shared_prefixes.heard.add(Call(query.shape[1], key.shape[1], query.shape[3], value.shape[3], scaling, window))
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     how = {"scaling": scaling, "dropout": dropout, "window": window}
-    parts = [part.attend(module, q, k, v, **how) for part in shared_prompts.parts]
+    parts = [part.attend(module, q, k, v, **how) for part in shared_prefixes.parts]
     return (parts[0] if len(parts) == 1 else torch.cat(parts))[None], None
 
 
@@ -371,7 +392,7 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, _mask)
 
 
-def share_prompts(model: Any) -> bool:
+def share_prefixes(model: Any) -> bool:
     """Make `model` take flat batches, where it can; else it is left as it is. Tried out once, before it is sharded."""
     return not why_apart(model)
 
@@ -400,7 +421,7 @@ def other_attention(model: Any) -> str:
     return f"its layers are {', '.join(others)}" if others else ""
 
 
-def share_prompts_as(model: Any, other: Any | None) -> None:
+def share_prefixes_as(model: Any, other: Any | None) -> None:
     """What was found out of `other`, a model of the same kind, holds for `model`; None: it would pass every trial."""
     _apart[model] = other_attention(model) if other is None else why_apart(other)
     if not _apart[model]:
@@ -408,8 +429,8 @@ def share_prompts_as(model: Any, other: Any | None) -> None:
 
 
 def _tried(model: Any) -> str:
-    """Switches the attention of `model`, and back where two samples of a prompt, beside each other and another prompt, have other
-    logits than alone."""
+    """Switches the attention of `model`, and back where samples of two prompts and what goes on behind them, in one batch, have
+    other logits than alone."""
     _attend_with(model, NAME)
     try:
         with trial(model):
@@ -430,27 +451,30 @@ def _attend_with(model: Any, name: str) -> None:
 
 
 def _compared(model: Any, heard: set[Call]) -> str:
-    prompts, samples = ([1, 2, 3, 1, 2], [3, 2, 1]), ((0, [2, 2, 1]), (0, [3, 1]), (1, [1, 3]))
-    segments = [Segment(len(prompt)) for prompt in prompts] + [Segment(len(own), prompt) for prompt, own in samples]
+    told = (
+        (None, [1, 2, 3, 1, 2]),
+        (None, [3, 2, 1]),
+        (0, [2, 2, 1]),
+        (0, [3, 1]),
+        (1, [1, 3]),
+        (2, [3, 2]),
+        (2, [1]),
+        (6, [2]),
+    )
+    segments = [Segment(len(tokens), parent) for parent, tokens in told]
     starts, shared = lay_out(segments)
-    num_tokens = sum(segment.length for segment in segments)
-    ids, positions = np.zeros(num_tokens, np.int64), np.zeros(num_tokens, np.int64)
-    for index, (start, segment, tokens) in enumerate(
-        zip(starts, segments, [*prompts, *(own for _, own in samples)], strict=True)
-    ):
-        before = _before(segments, index)
-        ids[start : start + segment.length] = tokens
-        positions[start : start + segment.length] = before + np.arange(segment.length)
+    whole = [[each for at in (*way, index) for each in told[at][1]] for index, way in enumerate(ways(segments))]
+    places = [range(start, start + len(tokens)) for start, (_, tokens) in zip(starts, told, strict=True)]
     device = next(model.parameters()).device
-    axes = torch.from_numpy(positions)[None].to(device)
-    if family_of(model) is not None:
-        axes = axes.expand(4, 1, -1)
-    input_ids = torch.from_numpy(ids)[None].to(device)
-    with SharedPrompts(shared.parts, heard).to(device).arguments(input_ids) as arguments:
+    input_ids, positions = torch.zeros(2, 1, sum(map(len, places)), dtype=torch.int64, device=device)
+    for tokens, place in zip(whole, places, strict=True):
+        input_ids[0, place.start : place.stop] = torch.tensor(tokens[-len(place) :], device=device)
+        positions[0, place.start : place.stop] = torch.arange(len(tokens) - len(place), len(tokens), device=device)
+    axes = positions if family_of(model) is None else positions.expand(4, 1, -1)
+    with SharedPrefixes(shared.parts, heard).to(device).arguments(input_ids) as arguments:
         flat = logits_of(model, input_ids=input_ids, position_ids=axes, **arguments)[0]
-    for (prompt, own), start in zip(samples, starts[len(prompts) :], strict=True):
-        whole = torch.tensor([[*prompts[prompt], *own]], device=device)
-        alone = logits_of(model, input_ids=whole)[0, len(prompts[prompt]) :]
-        if problem := differs(flat[start : start + len(own)], alone):
+    for tokens, place in zip(whole[2:], places[2:], strict=True):
+        alone = logits_of(model, input_ids=torch.tensor([tokens], device=device))[0, -len(place) :]
+        if problem := differs(flat[place.start : place.stop], alone):
             return problem
     return ""

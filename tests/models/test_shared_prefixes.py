@@ -1,18 +1,21 @@
-"""Prompts that are computed once for all of their samples: the same log-probs and gradients, from fewer tokens."""
+"""What is computed once for all who begin with it: the same log-probs and gradients, from fewer tokens."""
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from rondo.models import parallel, shared_prompts
+from rondo.models import parallel, shared_prefixes
 from rondo.models.logprobs import response_log_probs
+from rondo.models.media.inputs import with_turns
 from rondo.models.packing import Packing, Sequence
-from rondo.models.shared_prompts import Segment, lay_out, share_prompts
+from rondo.models.routing import enable_replay
+from rondo.models.shared_prefixes import Segment, lay_out, share_prefixes
 from rondo.models.trials import TOLERANCE
 from tests.models import multimodal
 from tests.models.builders import SIZES, sequences, tiny, unpacked
@@ -76,7 +79,7 @@ def test_log_probs_and_gradients_are_those_of_every_sample_alone(family: str) ->
 def test_a_prompt_is_there_once_and_last_tokens_are_not() -> None:
     packing = Packing.of(tiny("qwen3"))
     prompt = np.arange(1, 31)
-    batch = [Sequence(np.append(prompt, np.arange(n)).astype(np.int32), n) for n in (4, 1, 9)]
+    batch = [Sequence(np.append(prompt, n + np.arange(n)).astype(np.int32), n) for n in (4, 1, 9)]
     packed = packing.pack(batch)
     assert packed.num_tokens == packed.input_ids.numel() == 30 + 3 + 0 + 8
     assert packed.responses == (4, 1, 9)
@@ -127,6 +130,69 @@ def test_media_of_a_prompt_are_there_once_and_give_the_log_probs_of_every_sample
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
+def session(rng: np.random.Generator) -> list[tuple[np.ndarray, int]]:
+    """(tokens, response) of rows: turns of an episode, a row each, and another sample of it, with branches."""
+    draw = lambda length: rng.integers(3, 250, length).astype(np.int32)  # noqa: E731
+    prompt, rows = draw(int(rng.integers(9, 20))), []
+    for _ in range(2):
+        grown = prompt
+        for _ in range(3):
+            said = draw(int(rng.integers(0, 6)))
+            grown = np.concatenate([grown, said, answer := draw(int(rng.integers(1, 12)))])
+            rows.append((grown, len(answer)))
+            for _ in range(int(rng.integers(0, 3))):
+                other = draw(int(rng.integers(1, 20)))
+                rows.append((np.concatenate([grown, other]), len(other)))
+    return [rows[at] for at in rng.permutation(len(rows))]
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "windows", "qwen3_vl", "qwen3_omni"])
+def test_rows_of_a_tree_have_the_log_probs_and_gradients_of_each_alone(family: str) -> None:
+    media = family in multimodal.FAMILIES
+    model: Any = multimodal.tiny(family) if media else tiny(family, tied=False).eval()
+    rng = np.random.default_rng(1)
+    batch = [Sequence(tokens, response) for tokens, response in session(rng)]
+    if media:
+        # An image in the prompt of all, and another one that is shown in a turn, in front of which a branch leaves.
+        asked, late = multimodal.prompt(model, 1, image=(2, 2)), multimodal.prompt(model, 2, image=(1, 2))
+        assert asked.media is not None and late.media is not None
+        batch = []
+        for tokens, response in session(rng):
+            whole = np.concatenate([asked.tokens, tokens])
+            batch.append(Sequence(whole, response, asked.media))
+            if response > 8:
+                turns = with_turns(asked.media, [(len(whole), late.media)])
+                whole = np.concatenate([whole, late.tokens, tokens[:9]])
+                batch.append(Sequence(whole, 9, turns))
+    if family == "qwen3_moe":
+        enable_replay(model)
+        told = {}  # of each token that all rows have in common the same
+        for at, one in enumerate(batch):
+            rows = [
+                told.setdefault(one.tokens[: end + 1].tobytes(), rng.integers(0, 4))
+                for end in range(len(one.tokens) - 1)
+            ]
+            chosen = np.stack([np.array(rows), (np.array(rows) + 1) % 4], 1)
+            batch[at] = replace(one, experts=np.repeat(chosen[:, None], 2, 1).astype(np.uint8))
+    packing, weight = Packing.of(model), torch.Generator().manual_seed(1)
+    weights = [torch.randn(one.response, generator=weight) for one in batch]
+    expected = []
+    for one, each in zip(batch, weights, strict=True):
+        log_probs, _ = response_log_probs(model, replace(packing, share_prefixes=False).pack([one], train=True))
+        (each * log_probs).sum().backward()
+        expected.append(log_probs.detach())
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    packed = packing.pack(batch, train=True)
+    assert packed.shared is not None and 1.7 * packed.num_tokens < sum(len(one.tokens) for one in batch)
+    found, _ = response_log_probs(model, packed)
+    (torch.cat(weights) * found).sum().backward()
+    torch.testing.assert_close(found.detach(), torch.cat(expected), rtol=0, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        if name in gradients and (norm := gradients[name].norm()) > 0:
+            assert (parameter.grad - gradients[name]).norm() <= 1e-5 * norm + 1e-7, name
+
+
 def test_media_in_an_answer_keep_the_sample_whole() -> None:
     model = multimodal.tiny("qwen3_vl")
     asked = multimodal.prompt(model, 1, image=(1, 2))
@@ -143,7 +209,7 @@ def test_media_in_an_answer_keep_the_sample_whole() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_layers_that_are_computed_again_in_the_backward_share_prompts_again(dtype: str) -> None:
+def test_layers_that_are_computed_again_in_the_backward_share_prefixes_again(dtype: str) -> None:
     batch, found = groups(), []
     for recomputed in (False, True):
         model = tiny("qwen3")
@@ -163,7 +229,7 @@ def test_a_mask_is_for_prompts_longer_than_their_answers_and_never_too_large(mon
     batch = [Sequence(np.append(prompt, answer).astype(np.int32), len(answer)) for prompt, answer in answers]
 
     def masks(most_scores: int) -> tuple[list[torch.Tensor], torch.Tensor]:
-        monkeypatch.setattr(shared_prompts, "_MOST_SCORES", most_scores)
+        monkeypatch.setattr(shared_prefixes, "_MOST_SCORES", most_scores)
         packed = Packing.of(model).pack(batch)
         assert packed.shared is not None
         with torch.no_grad():
@@ -195,7 +261,7 @@ def test_models_with_other_attention_are_left_as_they_are() -> None:
         hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)),
     ]
     before = [model.config.get_text_config()._attn_implementation for model in others]
-    assert [share_prompts(model) for model in others] == [False] * len(others)
+    assert [share_prefixes(model) for model in others] == [False] * len(others)
     assert [model.config.get_text_config()._attn_implementation for model in others] == before
 
 
@@ -218,8 +284,8 @@ def test_a_model_that_shares_prompts_is_as_before_in_every_other_use(family: str
 
     before = uses()
     was_vision = model.model.visual.config._attn_implementation if family == "qwen3_vl" else None
-    assert share_prompts(model)
-    assert model.config.get_text_config()._attn_implementation == shared_prompts.NAME
+    assert share_prefixes(model)
+    assert model.config.get_text_config()._attn_implementation == shared_prefixes.NAME
     if was_vision is not None:
         assert model.model.visual.config._attn_implementation == was_vision
     for now, then in zip(uses(), before, strict=True):
@@ -244,7 +310,7 @@ def deep(num_layers: int = 28) -> Any:
 def test_the_noise_of_a_deep_model_in_bfloat16_loses_nothing() -> None:
     model = deep()
     packing = Packing.of(model)
-    assert (packing.share_prompts, packing.share_rows) == (True, True)
+    assert (packing.share_prefixes, packing.share_rows) == (True, True)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -252,14 +318,14 @@ def test_the_noise_of_a_deep_model_in_bfloat16_loses_nothing() -> None:
 @pytest.mark.parametrize("num_layers", [2, 28])
 def test_what_attends_wrongly_is_found_at_any_depth(num_layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     forgets = lambda segments: lay_out([Segment(one.length) for one in segments])  # noqa: E731 - the prompts
-    monkeypatch.setattr(shared_prompts, "lay_out", forgets)
+    monkeypatch.setattr(shared_prefixes, "lay_out", forgets)
     model = deep(num_layers)
-    gap = re.fullmatch(r"logits are ([\d.]+) of their norm off", shared_prompts.why_apart(model))
+    gap = re.fullmatch(r"logits are ([\d.]+) of their norm off", shared_prefixes.why_apart(model))
     assert gap is not None and float(gap[1]) > 100 * TOLERANCE
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_values_of_another_size_than_keys_share_prompts_too() -> None:
+def test_values_of_another_size_than_keys_share_prefixes_too() -> None:
     import transformers as hf
 
     ranks = {"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 12}
@@ -298,8 +364,8 @@ def test_a_window_hides_what_it_hides_alone_whether_layers_or_only_masks_say_so(
     batch = groups()
     assert max(len(one.tokens) for one in batch) > 6
     packing = Packing.of(model)
-    assert shared_prompts.why_apart(model) == "" and packing.share_prompts
-    assert {call.window for call in shared_prompts.calls_of(model)} == ({None, 6} if family == "qwen3" else {6})
+    assert shared_prefixes.why_apart(model) == "" and packing.share_prefixes
+    assert {call.window for call in shared_prefixes.calls_of(model)} == ({None, 6} if family == "qwen3" else {6})
     with torch.no_grad():
         found, _ = response_log_probs(model, packing.pack(batch))
         expected = torch.cat([unpacked(model, one)[0] for one in batch])
@@ -309,12 +375,12 @@ def test_a_window_hides_what_it_hides_alone_whether_layers_or_only_masks_say_so(
 def test_whatever_a_model_raises_gives_it_rows_and_the_log_says_why(caplog: pytest.LogCaptureFixture) -> None:
     class Odd(type(tiny("qwen3"))):  # type: ignore[misc]
         def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if "shared_prompts" in kwargs:
+            if "shared_prefixes" in kwargs:
                 raise RuntimeError("shape '[4, 2]' is invalid")
             return super().forward(*args, **kwargs)
 
     odd = Odd(tiny("qwen3").config)
-    assert Packing.of(odd).share_prompts is False
+    assert Packing.of(odd).share_prefixes is False
     assert "model=Odd reason=\"RuntimeError: shape '[4, 2]' is invalid\"" in caplog.text
     assert odd.config._attn_implementation == "sdpa"
 
@@ -323,6 +389,6 @@ def test_a_mistake_of_ours_is_no_reason_to_pad(monkeypatch: pytest.MonkeyPatch) 
     def broken(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a block must hold its queries")
 
-    monkeypatch.setattr(shared_prompts.Block, "attend", broken)
+    monkeypatch.setattr(shared_prefixes.Block, "attend", broken)
     with pytest.raises(AssertionError, match="must hold its queries"):
-        share_prompts(tiny("qwen3"))
+        share_prefixes(tiny("qwen3"))
