@@ -183,12 +183,17 @@ def check(config: Path, sets: Sequence[str], *, probes: bool, **machines: Any) -
     return EXIT_USAGE if any(finding.level == "error" for finding in findings) else EXIT_DONE
 
 
-def show(config: Path | None, sets: Sequence[str], *, changed: bool, schema: bool) -> int:
+def show(config: Path | None, sets: Sequence[str], *, changed: bool, schema: bool, metrics: bool) -> int:
     import json
 
     from rondo.launch import config as settings
     from rondo.runtime.errors import ConfigError
 
+    if metrics:
+        from rondo.launch.metrics.page import page
+
+        print(page(), end="")
+        return EXIT_DONE
     if schema:
         from rondo.launch.schema import schema as of_all
 
@@ -294,6 +299,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add = verb("show", show, "Print the settings with all defaults filled in.", sets)
     add("config", metavar="CONFIG.py", type=Path, nargs="?", help="a module that defines `config`")
     add("--schema", action="store_true", help="all settings there are, as a JSON schema")
+    add("--metrics", action="store_true", help="all metrics there are, with units and formulas, as Markdown")
     add("--changed", action="store_true", help="only what differs from the defaults")
     status = "rondo.launch.report.status"
     verb("status", _in(status, "show_status"), "Show how a run is doing, or how it ended.", run, as_json)

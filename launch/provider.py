@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,13 @@ import orjson
 from aiohttp import web
 from pydantic import Field
 
+from rondo.launch.metrics.descriptions import numbers
+from rondo.launch.metrics.exposition import Newest, families
 from rondo.launch.report.records import is_step
 from rondo.launch.report.timeline import chrome_trace, newest_steps, parse_steps, read_run, spans_of_steps
 from rondo.runtime.actors.broadcast import Broadcast
 from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.admin.endpoint import Family
 from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.admin.openapi import QUERY, Operation
 from rondo.runtime.admin.server import Handler, json_answer
@@ -64,7 +67,7 @@ class RunProvider:
         self._waits: list[dict[str, Any]] = []
         self._bus: dict[str, Any] = {}
         self._last_step: dict[str, Any] = {}
-        self._critic: dict[str, Any] = {}  # figures of its newest step
+        self._newest = Newest()
         self._judged: dict[str, Mapping[str, Any]] = {}  # rollout process -> what it said last of its judge
         self._clock = clock
         self._seen: SupervisorView | None = None
@@ -104,8 +107,8 @@ class RunProvider:
         return self._refs[name]
 
     def on_event(self, record: Mapping[str, Any]) -> None:
-        if "critic" in record:
-            self._critic = {f"critic_{name}": value for name, value in record["critic"].items()}
+        if record["kind"] == "metrics":
+            self._newest.add(record)
         if "genrm" in record:
             self._judged[record["source"]] = record["genrm"]
         if is_step(record):
@@ -163,30 +166,24 @@ class RunProvider:
             lines = file.read(_SAMPLES_BYTES).splitlines(keepends=True)
         return list(read_lines(lines[1 if before else 0 :][-_NUM_SAMPLES:], files[-1]))
 
-    def metrics(self) -> Mapping[str, Any]:
-        figures = {
-            name: value for name, value in (self._last_step | self._critic).items() if isinstance(value, int | float)
-        }
-        groups = self._snapshot().groups
-        partitions = self._bus.get(_PARTITIONS, {}).items()
-        figures |= self._judge()
-        return figures | {
-            "partition_rows": {"partition": {name: part["rows"] for name, part in partitions}},
-            "partition_live_bytes": {"partition": {name: part["live_bytes"] for name, part in partitions}},
+    def metrics(self) -> Iterable[Family]:
+        groups, bus = self._snapshot().groups, self._bus
+        partitions = bus.get(_PARTITIONS, {})
+        now = {
+            "restarts": {group.name: group.restarts for group in groups},
+            "memory_bytes": {group.name: group.rss_bytes for group in groups},
+            "groups": bus.get("groups", {}), "groups_failed_in_a_row": bus.get("failed_in_a_row", 0),
+            "refused_rows": bus.get("refused_rows", 0), "engines": bus.get("engines", {}).get("of", 0),
+            "engines_healthy": bus.get("engines", {}).get("healthy", 0),
+            "ring_used_bytes": {name: ring["used"] for name, ring in bus.get("rings", {}).items()},
+            "partition_rows": {name: part["rows"] for name, part in partitions.items()},
+            "partition_live_bytes": {name: part["live_bytes"] for name, part in partitions.items()},
             "partition_ready_rows": {
-                "task": {
-                    f"{name}/{task}": rows["ready"] for name, part in partitions for task, rows in part["tasks"].items()
-                }
+                f"{name}/{task}": rows["ready"] for name, part in partitions.items() for task, rows in part["tasks"].items()
             },
-            "groups": {"state": self._bus.get("groups", {})},
-            "groups_failed_in_a_row": self._bus.get("failed_in_a_row", 0),
-            "refused_rows": self._bus.get("refused_rows", 0),
-            "engines": self._bus.get("engines", {}).get("of", 0),
-            "engines_healthy": self._bus.get("engines", {}).get("healthy", 0),
-            "restarts": {"group": {group.name: group.restarts for group in groups}},
-            "rss_bytes": {"group": {group.name: group.rss_bytes for group in groups}},
-            "ring_used_bytes": {"ring": {name: ring["used"] for name, ring in self._bus.get("rings", {}).items()}},
-        }
+        }  # fmt: skip
+        told = self._newest.told({group.name for group in groups})
+        return families([*told, *(("", path, value) for path, value in numbers(now))])
 
     async def stacks(self, name: str) -> dict[str, Any]:
         """Where a process stands, as it says itself: "GROUP.RANK", or the coordinator. A worker whose loop is held up

@@ -26,6 +26,7 @@ from rondo.comm.weights.publication import publish
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
 from rondo.comm.weights.together import other_part
 from rondo.models.attention import chosen
+from rondo.models.device_memory import device_memory
 from rondo.roles.algorithms.algorithm import OldLogProbs
 from rondo.roles.algorithms.whitening import Contribution, contribution
 from rondo.roles.forward import REFERENCE
@@ -86,6 +87,7 @@ class ActorRole(TrainableRole):
             self._trainer = await ctx.compute(self._open_trainer)
             if ctx.rank == 0:
                 await ctx.report("attention", asdict(chosen(self._trainer.model)) | {"dtype": job.config.train.dtype})
+                await ctx.report("device", self._work.told())
             if job.config.deterministic:
                 self._parity = ParityLog(ctx.run_dir, ctx.rank)
             if job.lent is not None and self._trainer.lent is not None:
@@ -193,10 +195,13 @@ class ActorRole(TrainableRole):
             "step": step, "version": step + 1, "step_s": step_s, "train_s": busy, "wait_s": max(0.0, step_s - busy),
             "waits_s": totals_of_waits(),
         }  # fmt: skip
+        if trains:
+            metrics |= self._work.figures(summed["tokens"], totals.squares, step_s, busy, self._ctx.world_size)
+        metrics |= device_memory(self._job.device)
         # Told before the commit: an actor that dies in between tells the step again, and none is ever missing.
         if self._ctx.rank == 0:
             with self._ctx.span("wait for coordinator", step=step):
-                metrics |= await self._job.bus.call("longest_wait", step)
+                metrics |= await self._job.bus.call("step_on_bus", step)
             with self._ctx.span("report", step=step):
                 await self._ctx.report("metrics", metrics)
             if trains:

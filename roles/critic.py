@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from rondo.comm.bus.bus import POLL_S, Round
+from rondo.models.device_memory import device_memory
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.algorithms.value_loss import with_explained_variance
 from rondo.roles.forward import REFERENCE, media_of
@@ -184,10 +185,12 @@ class CriticRole(TrainableRole):
         self._step_began = time.monotonic()
         if self._ctx.rank == 0:
             times = {"step_s": step_s, "train_s": busy, "wait_s": max(0.0, step_s - busy)}
+            times |= self._work.figures(summed["tokens"], totals.squares, step_s, busy, self._ctx.world_size)
             record: dict[str, Any] = {"critic": {"step": step} | with_explained_variance(figures) | times}
             if not config.trains_policy(step):  # nobody else tells of this step
                 record |= summed | times | {"step": step, "version": step + 1}
-            await self._ctx.report("metrics", record | {"waits_s": totals_of_waits()})
+            beside = {"waits_s": totals_of_waits()} | device_memory(self._job.device)
+            await self._ctx.report("metrics", record | beside)
         self._begin_settle(step + 1, trained)
         return True
 

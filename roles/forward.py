@@ -25,6 +25,7 @@ from rondo.comm.bus.bus import POLL_S, Round, Row
 from rondo.comm.bus.group import NO_VERSION
 from rondo.models.attention import chosen
 from rondo.models.config import MeshConfig, ModelConfig
+from rondo.models.device_memory import device_memory
 from rondo.models.load import DTYPES
 from rondo.models.logprobs import Scores, response_scores
 from rondo.models.lora import load_published
@@ -178,6 +179,7 @@ class ForwardRole:
         self._ctx = ctx
         self._installed = asyncio.Event()
         self._reported_at = time.monotonic()
+        self._num_tokens = self._num_reported = 0
 
     def columns(self, scored: Scored, log_probs: list[np.ndarray]) -> dict[str, list[np.ndarray]]:
         """What is put for the rows of a round."""
@@ -235,7 +237,8 @@ class ForwardRole:
             self._ctx.progress()
             if scored.stops:
                 return
-            await self._report()
+            self._num_tokens += sum(row.length for row in made.rows)
+            await self._report(job)
 
     async def _score_following(self, job: Job, every: int = 1) -> None:
         """Under published weights, of so many versions one."""
@@ -266,11 +269,14 @@ class ForwardRole:
                     self._installed.clear()
                     await self._installed.wait()
 
-    async def _report(self) -> None:
-        """How long this process has waited for what, every few seconds."""
-        if time.monotonic() > self._reported_at + REPORT_S:
+    async def _report(self, job: Job) -> None:
+        """What this process has scored and how long it has waited for what, every few seconds."""
+        if (passed_s := time.monotonic() - self._reported_at) > REPORT_S:
+            made, self._num_reported = self._num_tokens - self._num_reported, self._num_tokens
             self._reported_at = time.monotonic()
-            await self._ctx.report("metrics", {"waits_s": totals()})
+            told = {"tokens": self._num_tokens, "tokens_per_s": made / passed_s}
+            beside = {"rank": self._ctx.rank, "waits_s": totals()} | device_memory(job.device)
+            await self._ctx.report("metrics", {"forward": {self.role: told}} | beside)
 
 
 class ReferenceRole(ForwardRole):

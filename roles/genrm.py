@@ -82,7 +82,7 @@ class GenrmRole:
                 if stats.tokens_generated != made:
                     made = stats.tokens_generated
                     ctx.progress()
-                await ctx.report("metrics", {"engine": asdict(stats), "waits_s": totals()})
+                await ctx.report("metrics", {"engine": asdict(stats), "waits_s": totals(), "rank": ctx.rank})
 
         try:
             async with endpoint(

@@ -19,6 +19,7 @@ from typing import Any
 from rondo.comm.bus.bus import POLL_S
 from rondo.comm.bus.versions import EVALUATION_READER
 from rondo.comm.weights.slab import WeightSlab
+from rondo.models.device_memory import device_memory
 from rondo.models.load import load_tokenizer
 from rondo.roles.data.datasets import RowError, open_splits, train_order
 from rondo.roles.data.fingerprints import Fingerprints
@@ -28,12 +29,14 @@ from rondo.roles.engines.calls import EngineCalls
 from rondo.roles.engines.dispatch.dispatcher import Dispatcher
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine
 from rondo.roles.engines.engine import Engine
+from rondo.roles.engines.rates import Rates
 from rondo.roles.engines.replica import ROLE, Replica
 from rondo.roles.engines.stops import stops_of
 from rondo.roles.forward import REPORT_S
 from rondo.roles.job import SLAB, open_job
 from rondo.roles.resumed import KeptSamples
 from rondo.roles.rewards.genrm import Genrm, Records
+from rondo.roles.rewards.means import RewardMeans
 from rondo.roles.rewards.pool import RewardPool
 from rondo.roles.sampling.agents import Agents
 from rondo.roles.sampling.environments import Environments
@@ -134,6 +137,7 @@ class RolloutRole:
                         media, self._progress, keep, workflow,
                         None if config.distillation is None else Teaching(config, tokenizer, contexts),
                         None if (of := config.debug.train_only) is None else Given(of, config),
+                        RewardMeans((*config.components, "overlong")),
                     )  # fmt: skip
                     params = groups.params(config.rollout.temperature)
                     self._evaluator = Evaluator(
@@ -157,8 +161,8 @@ class RolloutRole:
                         await self._unless_leaving(evaluating)
                     for task in (*beside, evaluating):
                         task.cancel()
-            if asked := self._asked():
-                await ctx.report("metrics", asked)
+            if told := self._asked() | self._groups.means.take():
+                await ctx.report("metrics", told | {"rank": ctx.rank})
         await replica.close()
 
     def _endpoint(self) -> AbstractAsyncContextManager[None]:
@@ -246,6 +250,8 @@ class RolloutRole:
     async def _report(self) -> None:
         """Engine counters and waits, every few seconds; tokens are progress."""
         before: list[tuple[int, int]] = []
+        servers, device = self._job.config.rollout.sglang, self._job.device
+        rates = Rates(1 if servers is None else servers.num_devices)
         while True:
             await asyncio.sleep(REPORT_S)
             stats = [engine.stats() for engine in (self._replica.engine, self._replica.beside) if engine is not None]
@@ -253,7 +259,8 @@ class RolloutRole:
             if made != before:
                 before = made
                 self._ctx.progress()
-            told = {"engine": asdict(stats[0]), "waits_s": totals()}
+            told = {"engine": asdict(stats[0]) | rates.since(stats[0]), "waits_s": totals(), "rank": self._ctx.rank}
+            told |= self._groups.means.take() | (device_memory(device) if servers is None else {})
             if isinstance(self._replica.engine, Dispatcher):
                 told["dispatch"] = asdict(self._replica.engine.dispatch_stats())
             await self._ctx.report("metrics", told | self._asked())

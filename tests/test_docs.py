@@ -144,6 +144,8 @@ ELSEWHERE = {
     "test_a_run_is_started_again_with_its_own_code_and_what_differs_is_said_before",
     "rondo diff runs/quickstart runs/quickstart-2": "tests/launch/report/test_compare.py::"
     "test_two_runs_are_compared_by_what_they_were_made_of_where_they_part_and_how_they_ended",
+    "rondo show --metrics": "tests/launch/metrics/test_metrics.py::"
+    "test_the_page_is_what_the_command_prints_and_the_docs_hold",
     "rondo explain": STOPPED,
     "rondo explain runs/quickstart": STOPPED,
     "rondo scale rollout 3 --wait": STOPPED,

@@ -55,14 +55,14 @@ class Publishing(Transitions):
         return await self._until(member, incarnation, reached)
 
     @at_once
-    def longest_wait(self, member: str, incarnation: int, step: int) -> dict[str, Any]:
+    def step_on_bus(self, member: str, incarnation: int, step: int) -> dict[str, Any]:
         """What a whole step that is not committed yet paid for its longest trajectories, in seconds: from when half of its
-        groups were there, and the version it trains on, to when the last was. 0 where samples came before a restart."""
+        groups were there, and the version it trains on, to when the last was. 0 where samples came before a restart. Beside it
+        the queues of now: prompt groups by state, and how full each ring is."""
         times = sorted(self._put_at[group] for group in self.index.membership(step) if group in self._put_at)
-        if not times:
-            return {"longest_wait_s": 0.0}
-        half = times[(len(times) - 1) // 2]
-        return {"longest_wait_s": max(0.0, times[-1] - max(half, self._committed_at))}
+        waited_s = max(0.0, times[-1] - max(times[(len(times) - 1) // 2], self._committed_at)) if times else 0.0
+        rings = {name: (ring.head - ring.tail) / ring.capacity for name, ring in self.index.space.rings.items()}
+        return {"longest_wait_s": waited_s, "queues": dict(self.index.counts), "rings": rings}
 
     @at_once
     def commit(

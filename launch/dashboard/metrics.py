@@ -23,10 +23,11 @@ import numpy as np
 
 from rondo.launch.dashboard.blocks import FOLDER, Blocks
 from rondo.launch.dashboard.tail import Tail
+from rondo.launch.metrics.exposition import process_of
 from rondo.launch.report.records import is_step
 from rondo.runtime.records.record import read_lines
 
-_NO_CURVES = frozenset({"time", "step", "waits_s", "evaluation"})
+_NO_CURVES = frozenset({"time", "step", "rank", "waits_s", "evaluation"})
 _BLOCK_BYTES = 8 << 20
 """Of metrics.jsonl, behind which an index is worth writing."""
 _NAN = float("nan")
@@ -121,7 +122,7 @@ class Metrics:
         if "evaluation" in record:
             self._evaluations.append({"time": record.get("time"), **record["evaluation"]})
             return
-        source = "" if (of_step := is_step(record)) else f"{record.get('source', '-')}/"
+        source = "" if (of_step := is_step(record)) else f"{process_of(record)}/"
         if of_step:
             self._step = float(record["step"])
             self.last = dict(record)

@@ -6,13 +6,14 @@ numbers. A step that is trained again after a restart from a checkpoint keeps th
 
     step records      -> train/loss, train/reward_mean, ...          at their step
     critic's          -> critic/...                                  at theirs
+    of a process      -> rollout-0/engine/..., supervisor/memory_bytes/...   once a step, at the newest one
     evaluations       -> evaluation/reward, evaluation/pass@1, ...   at the steps trained by then
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,10 @@ from typing import Any
 import orjson
 
 from rondo.comm.bus.evaluations import ASKED
+from rondo.launch.metrics.exposition import process_of
 from rondo.launch.report.records import evaluation_figures, is_step
 
-_NO_FIGURES = ("time", "step", "version", "waits_s", "critic", "evaluation")
+_NO_FIGURES = ("time", "step", "version", "rank", "waits_s", "critic", "evaluation")
 MOST = 500
 """Points that are read at once."""
 
@@ -80,26 +82,31 @@ class Points:
                 log.warning("%s has a torn line, which is left out", self._path)
             return
         try:
-            parts, at = [(name, int(at), told) for name, at, told in _series(record)], float(record["time"])
+            every, at = list(_series(record)), float(record["time"])
+            parts = [(name, None if of is None else int(of), told) for name, of, told in every]
         except (AttributeError, KeyError, TypeError, ValueError):
             log.warning("%s has a line that is no record of a run, which is left out", self._path)
             return
-        for series, step, figures in parts:
+        for series, told_of, figures in parts:
+            # A process tells of itself now and then: at the newest step.
+            step = self._steps.get("train", 0) if told_of is None else told_of
             if series == "evaluation":
                 is_new = step not in self._evaluated
                 self._evaluated.add(step)
             else:
                 is_new = step > self._steps.get(series, -1)
                 self._steps[series] = max(step, self._steps.get(series, -1))
-            values = dict(_numbers(figures, f"{series}/"))
+            values = dict(_numbers(figures, f"{series}/", () if told_of is None else _NO_FIGURES))
             if is_new and values:
                 self.number += 1
                 yield Point(self.number, step, at, values)
 
 
-def _series(record: Mapping[str, Any]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
+def _series(record: Mapping[str, Any]) -> Iterator[tuple[str, int | None, Mapping[str, Any]]]:
     if is_step(record):
         yield "train", record["step"], record
+    elif "source" in record:
+        yield from _of_process(record, process_of(record))
     if "critic" in record:
         yield "critic", record["critic"]["step"], record["critic"]
     if "evaluation" in record and not record["evaluation"].get("label", "").startswith(ASKED):
@@ -108,9 +115,20 @@ def _series(record: Mapping[str, Any]) -> Iterator[tuple[str, int, Mapping[str, 
         yield "evaluation", told["version"], counts | evaluation_figures(told)
 
 
-def _numbers(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+def _of_process(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, None, Mapping[str, Any]]]:
+    """What a process tells of itself, part by part, since several may tell of the same step."""
+    for part, figures in tree.items():
+        if part in _NO_FIGURES or not isinstance(figures, Mapping):
+            continue
+        if figures and all(isinstance(inner, Mapping) for inner in figures.values()):
+            yield from _of_process(figures, f"{prefix}/{part}")
+        else:
+            yield f"{prefix}/{part}", None, figures
+
+
+def _numbers(tree: Mapping[str, Any], prefix: str, but: Collection[str] = ()) -> Iterator[tuple[str, float]]:
     for name, value in tree.items():
-        if name in _NO_FIGURES:
+        if name in but:
             continue
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{prefix}{name}/")

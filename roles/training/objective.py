@@ -42,6 +42,7 @@ from rondo.roles.training.backend import Backend, Key, Use, make_ready, open_mod
 from rondo.roles.training.balance import Balance
 from rondo.roles.training.determinism import seed
 from rondo.roles.training.mismatch import Gap
+from rondo.roles.training.ratios import Ratios
 from rondo.runtime.memory.to_host import on_its_way
 
 Told = Callable[[], list[np.ndarray]]
@@ -109,7 +110,7 @@ class PolicyObjective:
         self.forget()
 
     def forget(self) -> None:
-        self._gap = Gap()
+        self._gap, self._ratios = Gap(), Ratios(self._algorithm)
         self._first: dict[Key, np.ndarray] = {}  # row -> log-probs under the weights that the step began with
         self._reference: dict[Key, np.ndarray] = {}  # row -> log-probs of the base
         self._whitening: Whitening | None = None
@@ -163,8 +164,7 @@ class PolicyObjective:
         rows, use = _by_sample(rows, use)
         rows = self._of_base(model, self._prepared(rows, use), use)
         sums, log_probs, told = self._sums_of(model, rows, use)
-        if use.passes == 0:
-            self._last = rows, use, on_its_way(log_probs), told
+        self._last = rows, use, on_its_way(log_probs), told
         return sums
 
     def measure(self) -> None:
@@ -172,6 +172,9 @@ class PolicyObjective:
             return
         (rows, use, log_probs, told), self._last = self._last, None
         mine = _of_rows(log_probs(), rows)
+        self._ratios.add(mine, [row.old_log_probs for row in rows], [row.mask for row in rows])
+        if use.passes:
+            return
         self._measure_gap(rows, mine, use)
         if use.update == 0 and self._config.train.epochs > 1:
             self._first |= zip(use.keys, mine, strict=True)
@@ -187,8 +190,9 @@ class PolicyObjective:
         found |= self._constants
         if self._over_ranks:
             self._gap.reduce(self._device)
+            self._ratios.reduce(self._device)
         routers = {} if self.balance is None else self.balance.figures()
-        return found | self._gap.metrics() | routers
+        return found | self._ratios.metrics() | self._gap.metrics() | routers
 
     def _prepared(self, rows: Sequence[TrainRow], use: Use) -> Sequence[TrainRow]:
         """Rows with the step's whitening and the routes of their first forward, and once the weights have moved with the

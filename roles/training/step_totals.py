@@ -1,6 +1,7 @@
 """What the rows of a step were: sums over its rounds, then over all ranks, and the metrics that they make.
 
-Owns how rows are counted: tokens, rewards, by modality and source of data too, and how many versions old tokens and samples are.
+Owns how rows are counted: tokens, rewards, by modality and source of data too, lengths and repetition of responses, and how many
+versions old tokens and samples are.
 Does not own what the trainer makes of them (`backend.py`), nor when a step is over (`roles/actor.py`).
 
     totals.add(rows, ages) ...        metrics |= totals.of(sum_over_ranks(totals.sums()))
@@ -20,20 +21,33 @@ from rondo.comm.bus.group import NO_VERSION
 from rondo.models.media.inputs import KINDS, kinds_of
 from rondo.roles.forward import media_of
 from rondo.roles.streams import SOURCE
+from rondo.roles.training.quantiles import LENGTHS, SHARES, UPPER, WHOLE, Counts, quantiles, repetition
 
 
 class StepTotals:
     def __init__(self, max_staleness: int, sources: Sequence[str] = ()) -> None:
         self._num_ages = max_staleness + 1
         self._num_tokens, self._rewards = 0, np.zeros(4)  # `reward_sums`
+        self._squares = 0
+        self._shape = np.zeros(3)  # tokens of responses, sum of the parts of them that repeat, of how many rows
+        self._lengths, self._repeated = Counts(LENGTHS), Counts(SHARES)
         self._sources = sources
+        self.squares = 0.0
+        """Of the whole step, once `of` was asked: the sum over its rows of the square of their tokens."""
         self._of_kinds = np.zeros((len(KINDS), 5))  # the same of each kind of rows, and their response tokens
         self._of_sources = np.zeros((len(sources), 5))
         self._ages: list[np.ndarray] = []
 
     def add(self, rows: Sequence[Row], ages: Iterable[np.ndarray]) -> None:
         """ages: int64 [sampled tokens] of each row, in versions."""
-        self._num_tokens += sum(len(row.array("tokens")) for row in rows)
+        tokens = [row.array("tokens") for row in rows]
+        lengths, responses = np.array([len(each) for each in tokens], np.int64), [row.response for row in rows]
+        self._num_tokens += int(lengths.sum())
+        self._squares += int((lengths**2).sum())
+        repeated = repetition([each[len(each) - num :] for each, num in zip(tokens, responses, strict=True)])
+        self._shape += [sum(responses), repeated.sum(), len(repeated)]
+        self._lengths.add(np.array(responses, np.int64))
+        self._repeated.add(repeated)
         self._rewards += reward_sums(rows)
         for row in rows:
             media = media_of(row)
@@ -48,16 +62,25 @@ class StepTotals:
         by_row = np.bincount([int(each.max()) for each in self._ages if len(each)], minlength=self._num_ages)
         by_token = np.bincount(np.concatenate([np.zeros(0, np.int64), *self._ages]), minlength=self._num_ages)
         named = np.concatenate([self._of_kinds, self._of_sources]).ravel()
-        return [*map(float, (self._num_tokens, *by_row, *by_token)), *self._rewards.tolist(), *named.tolist()]
+        shape = np.concatenate([self._shape, self._lengths.num, self._repeated.num])
+        counts = map(float, (self._num_tokens, self._squares, *by_row, *by_token))
+        return [*counts, *self._rewards.tolist(), *shape.tolist(), *named.tolist()]
 
     def of(self, summed: Sequence[float]) -> dict[str, Any]:
         """The metrics of `sums` over all ranks."""
-        tokens, *counts = summed
-        by_row, by_token, *rest = np.split(np.array(counts), np.cumsum([self._num_ages, self._num_ages, 4]))
-        kinds, sources = np.split(rest[1].reshape(-1, 5), [len(KINDS)])
-        rewards = reward_figures(rest[0].tolist()) | (figures_of(KINDS, kinds) if kinds[1:].any() else {})
+        tokens, self.squares, *counts = summed
+        sizes = [self._num_ages, self._num_ages, 4, 3, len(LENGTHS), len(SHARES)]
+        by_row, by_token, rewards, shape, lengths, repeated, named = np.split(np.array(counts), np.cumsum(sizes))
+        kinds, sources = np.split(named.reshape(-1, 5), [len(KINDS)])
+        num_tokens, repeats, num_rows = shape.tolist()
+        shares = quantiles(SHARES, repeated, UPPER)
         return (
-            rewards
+            reward_figures(rewards.tolist())
+            | {"response_tokens": num_tokens / max(1.0, rewards[2])}
+            | {f"response_tokens_{name}": value for name, value in quantiles(LENGTHS, lengths, WHOLE).items()}
+            | ({"repetition": repeats / num_rows} if num_rows else {})
+            | {f"repetition_{name}": value for name, value in shares.items()}
+            | (figures_of(KINDS, kinds) if kinds[1:].any() else {})
             | figures_of(self._sources, sources)
             | {
                 "tokens": int(tokens),

@@ -36,6 +36,7 @@ from rondo.roles.job import Job
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.parity import ParityLog, RowSum
 from rondo.roles.training.saving import Saving
+from rondo.roles.training.work import Work
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import CorruptData, RondoError, Stopping
 from rondo.runtime.supervision.heartbeat import SAVE
@@ -80,6 +81,10 @@ class TrainableRole:
         self._saving: Saving
         self._snapshot: HotSnapshot | None = None
         self._tasks: asyncio.TaskGroup
+
+    @functools.cached_property
+    def _work(self) -> Work:
+        return Work.of(self._trainer.model, self._job.config.train.dtype)
 
     async def _publish(self, version: int, taken: Taken) -> None:
         """What is done with a version that is committed."""

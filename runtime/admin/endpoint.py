@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-import re
 import socket
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 from aiohttp import web
 from pydantic import BaseModel, ConfigDict
@@ -40,7 +40,6 @@ from rondo.runtime.waits import Pending
 
 _KEEP_ALIVE_S = 15.0
 _MAX_STREAMS = 64
-_NAME = re.compile(r"[^a-zA-Z0-9_]")
 _LIMITS = Limits(max_body_bytes=1 << 20, max_connections=512, idle_s=15.0)
 
 
@@ -78,6 +77,16 @@ class Stopping(BaseModel):
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Family:
+    """All numbers of one name, as Prometheus has it: labels by name, in their order, and the value."""
+
+    name: str
+    kind: Literal["gauge", "counter", "untyped"]
+    help: str
+    samples: dict[tuple[tuple[str, str], ...], float]
+
+
 class Provider(Protocol):
     """What the endpoint shows. Plain methods that return JSON-able data at once; called in the event loop."""
 
@@ -94,8 +103,8 @@ class Provider(Protocol):
 
     def samples(self) -> Any: ...
 
-    def metrics(self) -> Mapping[str, Any]:
-        """Numbers by name. {"step": 3, "restarts": {"role": {"actor": 1}}}: an inner mapping is label, then value."""
+    def metrics(self) -> Iterable[Family]:
+        """Numbers, each name once."""
 
     def subscribe(self) -> AsyncIterator[dict[str, Any]]: ...
 
@@ -236,23 +245,15 @@ def listen(config: AdminConfig) -> socket.socket:
     return listening
 
 
-def prometheus_lines(metrics: Mapping[str, Any], prefix: str = "rondo") -> Iterator[str]:
-    """Numbers as Prometheus text. What is not a number is left out: text and lists have no place in that format."""
-    for name, value in metrics.items():
-        full = _NAME.sub("_", f"{prefix}_{name}")
-        if isinstance(value, Mapping):
-            for label, values in value.items():
-                if not isinstance(values, Mapping):
-                    continue
-                for shown, number in values.items():
-                    if _is_number(number):
-                        yield f'{full}{{{_NAME.sub("_", str(label))}="{_escape(str(shown))}"}} {_number(number)}'
-        elif _is_number(value):
-            yield f"{full} {_number(value)}"
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
+def prometheus_lines(families: Iterable[Family]) -> Iterator[str]:
+    """Numbers as Prometheus text, each family's behind each other."""
+    for family in families:
+        words = family.help.replace("\\", "\\\\").replace("\n", " ")
+        yield f"# HELP {family.name} {words}"
+        yield f"# TYPE {family.name} {family.kind}"
+        for labels, value in family.samples.items():
+            shown = ",".join(f'{name}="{_escape(text)}"' for name, text in labels)
+            yield f"{family.name}{{{shown}}} {_number(value)}" if shown else f"{family.name} {_number(value)}"
 
 
 def _number(value: float) -> str:

@@ -17,6 +17,9 @@ from typing import Any, ClassVar
 import orjson
 import psutil
 
+from rondo.launch.metrics.descriptions import describe, numbers
+from rondo.launch.report.records import read_records
+
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
 PATIENCE_S = 60.0
@@ -103,8 +106,10 @@ def start(line: list[str], folder: Path) -> Running:
 
 
 def finish(process: Running, run_dir: Path, limit_s: float = 560.0) -> Ended:
-    """Its end, with the output that nobody has read."""
+    """Its end, with the output that nobody has read. Every metric that it wrote is described."""
     process.wait(limit_s)
+    told = {path for record in read_records(run_dir / "metrics.jsonl") for path, _ in numbers(record)}
+    assert [path for path in told if describe(path) is None] == []
     return Ended(process.returncode, "".join(iter(process.lines.get, None)), run_dir)
 
 

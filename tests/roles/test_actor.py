@@ -112,6 +112,7 @@ def role(config: JobConfig, path: str, made: list[Any]) -> tuple[ActorRole, Roun
         takes_turns=False,
         rests=False,
         has_actor_fwd=False,
+        device="cpu",
     )
     actor._trainer = trainer(config, path)
     tensors, state = actor._trainer.state()

@@ -14,6 +14,7 @@ import pytest
 from rondo.roles.config import CriticConfig, JobConfig
 from rondo.roles.critic import CriticRole
 from rondo.roles.training.compute_turns import Turns
+from rondo.roles.training.work import Work
 from rondo.runtime.errors import DeadlineExceeded, Stopping
 from tests.roles.test_actor import Here
 from tests.roles.training.test_backend import job
@@ -138,8 +139,9 @@ async def opened(**critic: Any) -> AsyncIterator[tuple[CriticRole, Bus, asyncio.
     """A critic that scores under version 0."""
     role, bus = CriticRole(Told()), Bus()  # type: ignore[arg-type]
     trainer: Any = Trainer()
-    role._job = SimpleNamespace(config=config(**critic), bus=bus, turns=Turns(), takes_turns=False)  # type: ignore[assignment]
+    role._job = SimpleNamespace(config=config(**critic), bus=bus, turns=Turns(), takes_turns=False, device="cpu")  # type: ignore[assignment]
     role._trainer, role._snapshot = trainer, Snapshot()  # type: ignore[assignment]
+    role._work = Work(1.0, 0.0, "cpu", None)
     role._saving = SimpleNamespace(is_due=lambda version: False, let_go_of_snapshots=_nothing)  # type: ignore[assignment]
     role._step_began = 0.0
     role._taken = lambda _=None: SimpleNamespace(state=trainer.state())  # type: ignore[method-assign, assignment, return-value]

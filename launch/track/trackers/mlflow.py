@@ -6,11 +6,15 @@ same point once; and "point", the number of the last one, is the last metric of 
 
 from __future__ import annotations
 
+import re
+
 from rondo.launch.track.follow import Run
 from rondo.launch.track.points import Point
 from rondo.launch.track.settings import TrackerConfig
 
 _TAG, _NUMBER = "rondo.run", "point"
+_REFUSED = re.compile(r"[^\w. :/-]")
+"""What names of MLflow's metrics may not have."""
 _MOST = 1000
 """Metrics that a batch may have."""
 _MOST_PARAMETERS = 100
@@ -51,7 +55,7 @@ class MLflow:
                 if batch and len(batch) + len(point.values) + 1 > _MOST:
                     break
                 at = int(point.time * 1000)
-                names = ((name.replace("@", "_at_"), value) for name, value in point.values.items())
+                names = ((_REFUSED.sub("_", name.replace("@", "_at_")), value) for name, value in point.values.items())
                 batch += [Metric(name, value, at, point.step) for name, value in names]
                 num_points += 1
             last = self._pending[num_points - 1]

@@ -95,10 +95,10 @@ async def test_the_wait_for_a_steps_longest_trajectories_begins_when_half_of_it_
                 put(rollout, grant, [0, 1])
                 await rollout.call("renew", [])
             run.clock = 100.0
-            assert await actor.call("longest_wait", step) == {"longest_wait_s": expected}
+            assert (await actor.call("step_on_bus", step))["longest_wait_s"] == expected
         await run.stop()
         await run.start()
-        assert await actor.call("longest_wait", 1) == {"longest_wait_s": 0.0}
+        assert (await actor.call("step_on_bus", 1))["longest_wait_s"] == 0.0
         await run.stop()
     finally:
         store.close()

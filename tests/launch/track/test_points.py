@@ -39,6 +39,21 @@ def test_steps_critics_and_evaluations_are_points_with_their_names(tmp_path: Pat
         {"time": 2.0, "critic": {"step": 1, "value_loss": 0.5}},
         evaluation(1, sets=sets),
         evaluation(1, label="asked-7"),
+        {
+            "time": 3.0,
+            "source": "rollout-0",
+            "rank": 1,
+            "engine": {"version": 2},
+            "forward": {"a": {"tokens": 3}},
+            "waits_s": {"x": 1},
+        },
+        {
+            "time": 3.5,
+            "source": "rollout-0",
+            "rank": 1,
+            "engine": {"version": 3},
+            "rewards": {"components": {"b c": 1}},
+        },
         {"time": 4.0, "evaluation": {"version": 2, "reward": None, "figures": {"eval_loss": 2.5}}},
     )
     train = {"train/reward_mean": 0.5, "train/loss": 1.0, "train/staleness_tokens/0": 7.0}
@@ -47,7 +62,10 @@ def test_steps_critics_and_evaluations_are_points_with_their_names(tmp_path: Pat
         Point(1, 0, 0.0, train),
         Point(2, 1, 2.0, {"critic/value_loss": 0.5}),
         Point(3, 1, 1.0, told | {"evaluation/held/mean@1": 0.5, "evaluation/hard/one/pass@4": 0.75}),
-        Point(4, 2, 4.0, {"evaluation/eval_loss": 2.5}),
+        Point(4, 0, 3.0, {"rollout-0.1/engine/version": 2.0}),
+        Point(5, 0, 3.0, {"rollout-0.1/forward/a/tokens": 3.0}),
+        Point(6, 0, 3.5, {"rollout-0.1/rewards/components/b/c": 1.0}),
+        Point(7, 2, 4.0, {"evaluation/eval_loss": 2.5}),
     ]
 
 
@@ -85,7 +103,8 @@ def test_what_is_no_record_of_a_run_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_file_read_in_pieces_from_any_place_says_what_the_whole_says(tmp_path: Path) -> None:
-    records = [step(number % 7) if number % 3 else evaluation(number // 2) for number in range(30)]
+    told = {"time": 0.0, "source": "rollout-0", "engine": {"version": 1}}
+    records = [[evaluation(number // 2), step(number % 7), told][number % 3] for number in range(30)]
     whole = Points(written(tmp_path / "m", *records)).read()
     text = (tmp_path / "m").read_bytes()
     for cut in range(0, len(text), 37):

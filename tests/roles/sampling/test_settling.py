@@ -17,6 +17,7 @@ import pytest
 from rondo.launch.config import load
 from rondo.roles.actor import ActorRole, Taken
 from rondo.roles.training.compute_turns import Turns
+from rondo.roles.training.work import Work
 from rondo.runtime.errors import DeadlineExceeded
 from rondo.runtime.records.timeline import span
 from rondo.runtime.waits import PROCESS
@@ -106,7 +107,9 @@ class Actor(ActorRole):
             takes_turns=False,
             rests=False,
             has_actor_fwd=True,
+            device="cpu",
         )
+        self._work = Work(1.0, 0.0, "cpu", None)
         self._snapshot, self._publishing, self._parity = None, None, None
         self._step_began = 0.0
 

@@ -218,6 +218,7 @@ class Actor(ActorRole):
         config = QUICKSTART.model_copy(update={"num_steps": 2})
         self._job: Any = SimpleNamespace(
             config=config,
+            device="cpu",
             bus=Bus(rank, store, log),
             turns=Turns(),
             lent=None,
