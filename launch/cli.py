@@ -383,6 +383,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     _add_sets(add, "change a setting: --set evaluation.num_prompts=64")
     _add_checkpoint(add)
+    text = "a set with a name, such as aime24 or HuggingFaceH4/MATH-500, in the place of the settings' own; its rows in PATH"
+    add("--benchmark", dest="benchmarks", action="append", default=[], metavar="NAME[=PATH]", help=text)
     text = "a run that goes on evaluates the newest weights that it has, beside its training"
     add("--live", action="store_true", help=text)
     _add_serving(verb("serve", serve, "Serve a model over HTTP, in SGLang's dialect and OpenAI's."))

@@ -5,6 +5,7 @@ with the engine, workflow, rewards and seeds of a run (`roles/evaluate.py`), so 
 evaluation of that version got.
 
     rondo eval runs/quickstart --checkpoint best --only math
+    rondo eval runs/quickstart --benchmark aime24    # sets that have a name (`roles/config/evaluations.py`), not the run's own
     rondo eval runs/quickstart --live                # the run itself, while it goes on: its newest weights (`questions.py`)
 
     runs/quickstart-eval/
@@ -36,6 +37,8 @@ from rondo.launch.report.records import evaluation_records, read_records
 from rondo.launch.report.status import ask
 from rondo.launch.report.view import pairs, say
 from rondo.launch.rundir import checkpoint_of, existing_run, read_json, supervisor_record, write_json
+from rondo.roles.config import EvalConfig, EvalSet, benchmark
+from rondo.roles.config.evaluations import NAMES
 from rondo.runtime.checkpoints import MARKER, is_named
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.section import nearest
@@ -74,15 +77,16 @@ def main(
     *,
     plain: bool,
     live: bool = False,
+    benchmarks: Sequence[str] = (),
 ) -> int:
     """0 with every sample, 130 where it was stopped before, 1 where it failed. ConfigError where nothing was started."""
     if live:
-        if config is not None or sets or checkpoint is not None or len(only) > 1:
+        if config is not None or sets or checkpoint is not None or len(only) > 1 or benchmarks:
             raise ConfigError("--live must come with a run and at most one --only, got other options. Remove them")
         return _evaluate_live(Path(source), next(iter(only), None))
     meant = _meant(source, config, checkpoint)
     with _weights(meant) as model, Nursery() as nursery:
-        settings = settings_of(meant.settings, model, only, sets)
+        settings = settings_of(meant.settings, model, only, sets, benchmarks)
         specs = tuple(
             replace(spec, roles=(_ROLE,)) if spec.role_names == ("rollout",) else spec
             for spec in group_specs(settings)
@@ -101,6 +105,18 @@ def main(
         print(outcome.first_cause, file=sys.stderr)
         return EXIT_FAILED
     return EXIT_DONE
+
+
+def _named(names: Sequence[str]) -> EvalConfig:
+    """The sets of `NAME` or `NAME=PATH` each, under their short names."""
+    found: dict[str, EvalSet] = {}
+    for text in names:
+        name, _, path = text.partition("=")
+        short = next((short for short, hub in NAMES.items() if name == hub), name)
+        if short in found:
+            raise ConfigError(f"--benchmark must name each set once, got {name!r} twice. Remove one")
+        found[short] = benchmark(name, path=path or None)
+    return EvalConfig(sets=found)
 
 
 def _evaluate_live(path: Path, name: str | None) -> int:
@@ -169,18 +185,22 @@ def _weights(meant: Meant) -> Iterator[str]:
         yield str(out)
 
 
-def settings_of(settings: RunConfig, model: str, only: Sequence[str] = (), sets: Sequence[str] = ()) -> RunConfig:
-    """Those of a run that evaluates `model` on the evaluation sets `only`, all without, as `settings` evaluate; with `--set`
-    changes. What trains has none of their devices, and is not started."""
+def settings_of(
+    settings: RunConfig, model: str, only: Sequence[str] = (), sets: Sequence[str] = (), benchmarks: Sequence[str] = ()
+) -> RunConfig:
+    """Those of a run that evaluates `model` on the evaluation sets `only`, all without, as `settings` evaluate, or on
+    `benchmarks`; with `--set` changes. What trains has none of their devices, and is not started."""
     if settings.job == "reward_model":
         raise ConfigError(
             "the settings must be of a model that answers, got a reward model's, which scores. Choose another run"
         )
+    if benchmarks:
+        settings = settings.model_copy(update={"evaluation": _named(benchmarks)})
     source = settings.group_of("rollout") or settings.group_of("actor")  # of a job without rollouts
     if settings.evaluation is None:
         raise ConfigError(
-            "the settings must have evaluation sets, got none. Add evaluation=EvalConfig(...), or name a module that has it with "
-            "--config"
+            "the settings must have evaluation sets, got none. Add evaluation=EvalConfig(...), name a module that has it with "
+            "--config, or a set with --benchmark"
         )
     assert source is not None
     named = settings.evaluation.named_sets()
