@@ -182,6 +182,12 @@ ELSEWHERE = {
     "rondo bench": "tests/launch/test_bench.py::test_without_a_name_every_benchmark_is_listed_with_what_it_measures",
     "rondo check examples/full_size/qwen3_8b_text.py --nodes 1 --devices 8 --device-gib 80 --memory-gib 1000 "
     "--set model.path=FOLDER": "tests/launch/check/test_full_size.py::test_an_example_fits_the_machines_of_its_first_line",
+    "rondo check examples/full_size/dapo_math_qwen3_4b.py --devices 8 --device-gib 80 --memory-gib 1000 "
+    "--set model.path=FOLDER": "tests/launch/check/test_full_size.py::test_an_example_fits_the_machines_of_its_first_line",
+    "rondo slurm examples/full_size/dapo_math_qwen3_4b.py --mem 900G --time 24:00:00": "tests/roles/data/test_recipes.py::"
+    "test_a_recipe_of_one_machine_is_a_batch_job_of_eight_gpus",
+    "rondo eval runs/quickstart --benchmark math500=MATH-500.jsonl": "tests/launch/test_evaluate.py::"
+    "test_sets_with_names_take_the_place_of_the_settings_own",
     "rondo sglang install .venv-sglang": "tests/launch/test_sglang.py::"
     "test_an_environment_for_sglang_is_built_in_these_steps",
     "rondo serve runs/quickstart --port 30000": "tests/launch/test_serve.py::"
@@ -209,6 +215,7 @@ BY_HAND = {
     "rondo bench media",
     "rondo bench omni",
     "rondo bench paper",
+    "rondo bench recipes",
     "rondo bench pretrained --model SmolLM2-135M-Instruct.Q4_1.gguf",
     "rondo bench ring",
     "rondo bench scale",

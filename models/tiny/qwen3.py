@@ -9,6 +9,7 @@ Owns the sizes. Anything that loads a Qwen3 loads this one: AutoTokenizer, AutoM
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from rondo.models.tiny.media import check_heads, experts_config
@@ -29,18 +30,19 @@ def build(
     max_positions: int = 2048,
     tie_embeddings: bool = True,
     chat_template: bool = True,
+    words: Sequence[str] = (),
     seed: int = 0,
 ) -> None:
     """Write config.json, tokenizer and float32 model.safetensors into `folder`. Equal arguments write equal weights.
 
-    `intermediate_size` is twice `hidden_size` unless given; `num_experts` 0 is a dense model. Raises ConfigError for sizes that
-    do not divide.
+    `intermediate_size` is twice `hidden_size` unless given; `num_experts` 0 is a dense model; `words` as in
+    `build_tokenizer`. Raises ConfigError for sizes that do not divide.
     """
     check_heads(hidden_size, num_heads, num_kv_heads)
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    tokenizer = build_tokenizer(chat_template=chat_template)
+    tokenizer = build_tokenizer(chat_template=chat_template, words=words)
     experts = {}
     if num_experts:
         experts = experts_config(num_experts, experts_per_token, moe_intermediate_size) | {"norm_topk_prob": True}

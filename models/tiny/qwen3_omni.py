@@ -8,6 +8,7 @@ whole Qwen3-Omni without its talker.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,17 @@ def build(
     audio_layers: int = 1,
     mel_bins: int = 128,
     whole: bool = False,
+    words: Sequence[str] = (),
     **sizes: Any,
 ) -> None:
     """Write config.json, tokenizer, processor files and float32 model.safetensors. Equal arguments write equal weights; the other
     sizes are those of `media.Sizes`, with 4 experts.
 
     The first `num_deepstack` vision layers are also seen by the decoder's first ones. `whole`: the thinker as part of a model
-    that also speaks. SGLang serves that form alone, and with 3 such layers, as in the published model. Raises ConfigError for
-    sizes that do not divide.
+    that also speaks. SGLang serves that form alone, and with 3 such layers, as in the published model. `words` as in
+    `build_tokenizer`. Raises ConfigError for sizes that do not divide.
     """
-    tokenizer, chosen = build_tokenizer(omni=True), media.Sizes(**{"num_experts": 4, **sizes})
+    tokenizer, chosen = build_tokenizer(omni=True, words=words), media.Sizes(**{"num_experts": 4, **sizes})
     if not chosen.num_experts:
         raise ConfigError("num_experts must be at least 1, as every Qwen3-Omni has, got 0. Change model.build_args")
     text = {**chosen.text(len(tokenizer)), **chosen.experts(), "norm_topk_prob": True}

@@ -1,13 +1,14 @@
 """A tokenizer without any download: one token for each byte, and the special tokens of the Qwen3 families.
 
 Owns the vocabulary and the chat template of the tiny models. Invariant: any text round-trips, and its number of tokens is its
-number of UTF-8 bytes.
+number of UTF-8 bytes, but for texts that are given as words.
 
     build_tokenizer()("s31>").input_ids   # 4 tokens
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 END_OF_TEXT = "<|endoftext|>"
@@ -33,10 +34,11 @@ _NAMES = {
 }  # fmt: skip
 
 
-def build_tokenizer(*, chat_template: bool = True, omni: bool = False) -> Any:
+def build_tokenizer(*, chat_template: bool = True, omni: bool = False, words: Sequence[str] = ()) -> Any:
     """A `Qwen2Tokenizer` of 266 entries: 256 bytes, padding `<|endoftext|>`, end `<|im_end|>`, and 8 more.
 
-    `omni` names the media tokens by their use, as the processor of Qwen3-Omni wants them.
+    `omni` names the media tokens by their use, as the processor of Qwen3-Omni wants them. `words` are texts of any length that
+    are one token each.
     """
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import Qwen2Tokenizer
@@ -47,5 +49,6 @@ def build_tokenizer(*, chat_template: bool = True, omni: bool = False) -> Any:
         clean_up_tokenization_spaces=False, **({"extra_special_tokens": _NAMES} if omni else {}),
     )  # fmt: skip
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", *MEDIA]})
+    tokenizer.add_tokens(list(words))
     tokenizer.chat_template = CHAT_TEMPLATE if chat_template else None
     return tokenizer

@@ -93,8 +93,8 @@ class DataConfig(Section):
     """Settings that say how a prompt is written, wherever it comes from."""
 
     path: str | None = None
-    """A .jsonl or .parquet file, a folder or glob of them, or a data set of the hub: 'hub:name/split'. With '@[a:b]' behind it
-    only rows a to b, as Python slices."""
+    """A .jsonl or .parquet file, a folder or glob of them, a .json or .csv file, or a data set of the hub: 'hub:name/split'. With
+    '@[a:b]' behind it only rows a to b, as Python slices."""
     rows: FunctionRef | None = None
     """Or a function without arguments that returns the rows: a list or any iterable of dicts."""
     sources: dict[str, SourceConfig] = Field(default_factory=dict)

@@ -19,7 +19,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rondo.roles.data.fingerprints import digest_of, sampled
-from rondo.roles.data.sources import INSTALL, MOST_MADE, MOST_SAMPLED, JsonLines, Listed, Parquet, RowError, Source
+from rondo.roles.data.sources import (
+    INSTALL,
+    MOST_MADE,
+    MOST_SAMPLED,
+    JsonLines,
+    Listed,
+    Parquet,
+    RowError,
+    Source,
+    whole_file,
+)
 from rondo.runtime.errors import Fatal
 from rondo.runtime.reference import load_reference
 
@@ -96,9 +106,12 @@ def _open_path(path: str, config: DataConfig) -> Source:
         return Parquet(
             paths, {} if config.transform is not None else named_columns(config), config.media_columns.values()
         )
+    if len(paths) == 1 and kinds[0] in (".json", ".csv"):
+        return whole_file(paths[0])
     raise Fatal(
-        f"data.path must name .jsonl or .parquet files, one kind at a time, got {' and '.join(kinds)} "
-        f"in {path}. Name them with a glob such as 'data/*.jsonl', convert them, or read them with a function in data.rows"
+        "data.path must name one .json or .csv file, or .jsonl or .parquet files, one kind at a time, got "
+        f"{' and '.join(kinds)} in {path}. Name them with a glob such as 'data/*.jsonl', convert them, or read them with a "
+        "function in data.rows"
     )
 
 

@@ -1,15 +1,16 @@
-"""Sources: rows as dicts, by index, wherever they lie: JSONL, parquet, the Hugging Face hub, a function.
+"""Sources: rows as dicts, by index, wherever they lie: JSONL, parquet, JSON, CSV, the Hugging Face hub, a function.
 
 Owns reading. Does not own which source a setting names (`opening.py`) or which columns mean what (`datasets.py`).
 
 Invariant: a source never changes its length, and `read(i)` always gives the same row, or a RowError where that row is no longer
 there. Memory does not grow with the rows: of JSONL nothing is held but the index of a file where none can be written, of parquet
-up to `_HELD_BYTES`, media not counted; the hub's library maps its own files.
+up to `_HELD_BYTES`, media not counted; the hub's library maps its own files. A list in JSON and a table in CSV lie in it whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import functools
 import hashlib
 import json
@@ -294,13 +295,28 @@ class Listed:
     def read(self, index: int) -> Mapping[str, Any]:
         values = self._rows[index]
         if not isinstance(values, Mapping):
-            raise RowError(
-                f"{self.name_of(index)}: row must be a dict, got {type(values).__name__}. Correct the function"
-            )
+            raise RowError(f"{self.name_of(index)}: row must be a dict, got {type(values).__name__}. Correct it")
         return values
 
     def name_of(self, index: int) -> str:
         return f"{self._name} row {index}"
+
+
+def whole_file(path: Path) -> Listed:
+    """The rows of a .json file, which is a list of objects, or of a .csv file, whose first line names columns of text."""
+    try:
+        if path.suffix == ".json":
+            rows = _parsed(path.read_bytes())
+        else:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                rows = list(csv.DictReader(file))
+    except (ValueError, RecursionError, csv.Error) as error:
+        raise Fatal(f"data.path must name a readable {path.suffix} file, got {path} ({error}). Correct it") from error
+    if not isinstance(rows, list):
+        raise Fatal(
+            f"data.path must name a .json file of a list of objects, got {type(rows).__name__} in {path}. Convert it"
+        )
+    return Listed(rows, path.name, MOST_MADE)
 
 
 def missing_column(row_name: str, column: str, available: Sequence[str], setting: str) -> RowError:

@@ -17,6 +17,7 @@ _QWEN3_8B = {
     "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
 }  # fmt: skip
+_QWEN3_4B = {**_QWEN3_8B, "hidden_size": 2560, "intermediate_size": 9728, "tie_word_embeddings": True}
 _QWEN3_32B = {
     **_QWEN3_8B, "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
 }  # fmt: skip
@@ -40,6 +41,11 @@ def qwen3_8b(folder: Path) -> Path:
     return _qwen3(folder, _QWEN3_8B)
 
 
+def qwen3_4b(folder: Path) -> Path:
+    """Qwen/Qwen3-4B"""
+    return _qwen3(folder, _QWEN3_4B)
+
+
 def qwen3_32b(folder: Path) -> Path:
     """Qwen/Qwen3-32B"""
     return _qwen3(folder, _QWEN3_32B)
@@ -55,7 +61,7 @@ def qwen3_235b_a22b(folder: Path) -> Path:
     return _qwen3(folder, _QWEN3_235B_A22B)
 
 
-def _qwen3(folder: Path, sizes: dict[str, int]) -> Path:
+def _qwen3(folder: Path, sizes: dict[str, Any]) -> Path:
     from rondo.models.tiny.tokenizer import build_tokenizer
 
     folder.mkdir()
@@ -67,23 +73,31 @@ def _qwen3(folder: Path, sizes: dict[str, int]) -> Path:
         "max_position_embeddings": 40960,
         "rope_parameters": rope,
     }
-    _write(folder, {**config, "tie_word_embeddings": False})
+    _write(folder, {"tie_word_embeddings": False, **config})
     return folder
 
 
 def qwen3_vl_8b(folder: Path) -> Path:
     """Qwen/Qwen3-VL-8B-Instruct"""
+    vision = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "deepstack_visual_indexes": [8, 16, 24]}
+    return _qwen3_vl(folder, {**_QWEN3_8B, "tie_word_embeddings": False}, vision)
+
+
+def qwen3_vl_4b(folder: Path) -> Path:
+    """Qwen/Qwen3-VL-4B-Instruct"""
+    vision = {"depth": 24, "hidden_size": 1024, "intermediate_size": 4096, "deepstack_visual_indexes": [5, 11, 17]}
+    return _qwen3_vl(folder, _QWEN3_4B, vision)
+
+
+def _qwen3_vl(folder: Path, sizes: dict[str, Any], vision: dict[str, Any]) -> Path:
     from rondo.models.tiny import qwen3_vl
 
     tiny = _tiny(qwen3_vl.build, folder)
     rope = {**_ROPE, "rope_theta": 5000000.0}
-    text = {"model_type": "qwen3_vl_text", **_QWEN3_8B, "max_position_embeddings": 262144, "rope_parameters": rope}
-    vision = {
-        "model_type": "qwen3_vl", **_VISION, "depth": 27, "hidden_size": 1152, "intermediate_size": 4304,
-        "out_hidden_size": 4096, "deepstack_visual_indexes": [8, 16, 24],
-    }  # fmt: skip
-    config = {"model_type": "qwen3_vl", "text_config": {**text, "tie_word_embeddings": False}, "vision_config": vision}
-    _write(folder, {**config, **_token_ids(tiny), "tie_word_embeddings": False})
+    text = {"model_type": "qwen3_vl_text", **sizes, "max_position_embeddings": 262144, "rope_parameters": rope}
+    tower = {"model_type": "qwen3_vl", **_VISION, **vision, "out_hidden_size": sizes["hidden_size"]}
+    config = {"model_type": "qwen3_vl", "text_config": text, "vision_config": tower, **_token_ids(tiny)}
+    _write(folder, {**config, "tie_word_embeddings": sizes["tie_word_embeddings"]})
     return folder
 
 

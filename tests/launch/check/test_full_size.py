@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import recipe_rows
 from rondo.launch.check.findings import Facts
 from rondo.launch.check.target import Target, judge_target
 from rondo.launch.config import load
@@ -36,6 +37,12 @@ MODELS: dict[str, tuple[Make, str, str]] = {
     "qwen3_vl_30b_a3b_lora": (full_size.qwen3_vl_30b_a3b, "image", "31,070,754,032"),
     "qwen3_235b_a22b": (full_size.qwen3_235b_a22b, "text", "235,093,634,560"),
     "qwen3_235b_a22b_lora": (full_size.qwen3_235b_a22b, "text", "235,093,634,560"),
+    "dapo_math_qwen3_4b": (full_size.qwen3_4b, "dapo", "4,022,468,096"),
+    "open_r1_qwen3_vl_4b": (full_size.qwen3_vl_4b, "open_r1", "4,437,815,808"),
+    "avqa_qwen3_omni_30b": (full_size.qwen3_omni_30b, "avqa", "31,719,205,488"),
+    "avqa_qwen3_omni_30b_lora": (full_size.qwen3_omni_30b, "avqa", "31,719,205,488"),
+    "nextqa_qwen3_omni_30b": (full_size.qwen3_omni_30b, "nextqa", "31,719,205,488"),
+    "nextqa_qwen3_omni_30b_lora": (full_size.qwen3_omni_30b, "nextqa", "31,719,205,488"),
 }
 """Name of the example -> (its model, kind of rows, the model's parameters)."""
 PLACES = {
@@ -53,6 +60,12 @@ PLACES = {
     "qwen3_vl_30b_a3b_lora": ["rollout 1, actor 4, advantages 1, on 8 of 8"],
     "qwen3_235b_a22b": ["actor 8, advantages 1, on 8 of 8", *["actor 8, on 8 of 8"] * 7, *["rollout 1, on 8 of 8"] * 8],
     "qwen3_235b_a22b_lora": ["actor 8, advantages 1, on 8 of 8", "actor 8, on 8 of 8", *["rollout 1, on 8 of 8"] * 2],
+    "dapo_math_qwen3_4b": ["actor 4, rollout 4, advantages 1, on 8 of 8"],
+    "open_r1_qwen3_vl_4b": ["actor 4, rollout 4, advantages 1, on 8 of 8"],
+    "avqa_qwen3_omni_30b": ["rollout 1, advantages 1, on 8 of 8", "actor 8, on 8 of 8"],
+    "avqa_qwen3_omni_30b_lora": ["rollout 1, actor 4, advantages 1, on 8 of 8"],
+    "nextqa_qwen3_omni_30b": ["rollout 1, advantages 1, on 8 of 8", "actor 8, on 8 of 8"],
+    "nextqa_qwen3_omni_30b_lora": ["rollout 1, actor 4, advantages 1, on 8 of 8"],
 }
 QUICK = {"qwen3_8b_text"}
 """Checked as a whole by every run of the tests, which takes some seconds each; memory of a tower is traced for more."""
@@ -67,9 +80,23 @@ def machines(name: str) -> list[str]:
     return options
 
 
-def checked(name: str, folder: Path, rows: Path, *options: str) -> tuple[int, list[str]]:
+def rows(folder: Path, kind: str) -> dict[str, str]:
+    """Writes rows of a kind, or of a recipe's very form; the settings that name them."""
+    match kind:
+        case "dapo":
+            return recipe_rows.dapo(folder, NUM_ROWS) | recipe_rows.aime(folder, 30)
+        case "avqa":
+            return recipe_rows.avqa(folder, NUM_ROWS, 256)
+        case "open_r1" | "nextqa":
+            found: dict[str, str] = getattr(recipe_rows, kind)(folder, NUM_ROWS)
+            return found
+    return {"data.path": str(full_size.rows(folder, kind, NUM_ROWS))}
+
+
+def checked(name: str, folder: Path, settings: dict[str, str], *options: str) -> tuple[int, list[str]]:
     command = [sys.executable, "-m", "rondo.launch.cli", "check", str(EXAMPLES / f"{name}.py"), *options]
-    command += ["--set", f"model.path={folder}", "--set", f"data.path={rows}"]
+    for setting, value in {"model.path": folder, **settings}.items():
+        command += ["--set", f"{setting}={value}"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder.parent)
     assert done.returncode == 0 or done.stdout, done.stderr
     return done.returncode, done.stdout.splitlines()
@@ -86,7 +113,7 @@ def test_an_example_fits_the_machines_of_its_first_line(name: str, tmp_path: Pat
     make, kind, parameters = MODELS[name]
     options = machines(name)
     assert "--device-gib" in options and "--memory-gib" in options
-    code, lines = checked(name, make(tmp_path / "model"), full_size.rows(tmp_path, kind, NUM_ROWS), *options)
+    code, lines = checked(name, make(tmp_path / "model"), rows(tmp_path, kind), *options)
     assert code == 0, lines
     assert any(line.startswith(f"ok     the model has {parameters} parameters") for line in lines)
     trained, *generates = [line for line in lines if line.startswith("ok     actor takes ")]
