@@ -183,7 +183,7 @@ def check(config: Path, sets: Sequence[str], *, probes: bool, **machines: Any) -
     return EXIT_USAGE if any(finding.level == "error" for finding in findings) else EXIT_DONE
 
 
-def show(config: Path | None, sets: Sequence[str], *, changed: bool, schema: bool, metrics: bool) -> int:
+def show(config: Path | None, sets: Sequence[str], *, changed: bool, schema: bool, metrics: bool, grafana: bool) -> int:
     import json
 
     from rondo.launch import config as settings
@@ -193,6 +193,11 @@ def show(config: Path | None, sets: Sequence[str], *, changed: bool, schema: boo
         from rondo.launch.metrics.page import page
 
         print(page(), end="")
+        return EXIT_DONE
+    if grafana:
+        from rondo.launch.metrics.grafana import dashboard
+
+        print(json.dumps(dashboard(), indent=2))
         return EXIT_DONE
     if schema:
         from rondo.launch.schema import schema as of_all
@@ -300,6 +305,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add("config", metavar="CONFIG.py", type=Path, nargs="?", help="a module that defines `config`")
     add("--schema", action="store_true", help="all settings there are, as a JSON schema")
     add("--metrics", action="store_true", help="all metrics there are, with units and formulas, as Markdown")
+    add("--grafana", action="store_true", help="a dashboard of /metrics, which Grafana imports")
     add("--changed", action="store_true", help="only what differs from the defaults")
     status = "rondo.launch.report.status"
     verb("status", _in(status, "show_status"), "Show how a run is doing, or how it ended.", run, as_json)
@@ -338,7 +344,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add("--out", metavar="TRACE.json", type=Path, help="default: trace.json in the run directory")
     text = "Tell a tracker of a run, from where it was told last; of one that goes on, until it ends."
     add = verb("track", _in("rondo.launch.track.follow", "by_hand"), text, run)
-    services = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab", "clearml")
+    services = ("tensorboard", "wandb", "trackio", "mlflow", "swanlab", "clearml", "otel")
     add("--to", required=True, choices=services, help="where to; as the run's settings have it, but for what follows")
     add("--project", metavar="NAME", help="under which it stands there (default: rondo)")
     add("--name", dest="run", metavar="NAME", help="the run's there; default: that of its directory")

@@ -146,6 +146,8 @@ ELSEWHERE = {
     "test_two_runs_are_compared_by_what_they_were_made_of_where_they_part_and_how_they_ended",
     "rondo show --metrics": "tests/launch/metrics/test_metrics.py::"
     "test_the_page_is_what_the_command_prints_and_the_docs_hold",
+    "rondo show --grafana": "tests/launch/metrics/test_grafana.py::"
+    "test_the_command_prints_it_and_every_query_is_of_a_metric_that_is_described",
     "rondo explain": STOPPED,
     "rondo explain runs/quickstart": STOPPED,
     "rondo scale rollout 3 --wait": STOPPED,

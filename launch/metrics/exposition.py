@@ -78,4 +78,5 @@ def help_of(entry: Metric) -> str:
 
 
 def _name(path: str) -> str:
-    return re.sub("(?<!per)_s$", "_seconds", "rondo_" + _NO_NAME.sub("_", path).strip("_"))
+    name = re.sub("_per_s(?=_|$)", "_per_second", "rondo_" + _NO_NAME.sub("_", path).strip("_"))
+    return re.sub("_s$", "_seconds", name)

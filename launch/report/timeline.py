@@ -66,7 +66,9 @@ class Figures:
 
 
 @dataclass(slots=True)
-class _File:
+class FileState:
+    """How far a file was read, and whose it is."""
+
     offset: int = 0
     process: str = ""
     incarnation: int = 0
@@ -77,28 +79,37 @@ class _File:
 class Reader:
     """Reads a timeline's folder again and again. `figures` grow with each `read`; take them away where a run is long."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, files: dict[Path, FileState] | None = None, clocks: dict[str, int] | None = None
+    ) -> None:
+        """files, clocks: of a reader before this one, which has read so far; both are kept up to date."""
         self._folder = folder
-        self._files: dict[Path, _File] = {}
-        self._clocks: dict[str, int] = {}
+        self._files = {} if files is None else files
+        self._clocks = {} if clocks is None else clocks
         self.figures: list[Figures] = []
 
     def read(self) -> list[SpanRecord]:
         """The spans that have come since the last call, in no order; a span may come open and, later, with its end."""
         found: list[SpanRecord] = []
+        for path in self.paths():
+            self.read_file(path, self._files[path], found)
+        return found
+
+    def paths(self) -> list[Path]:
+        """All files that there are, those of a process in their order; what is known of others is forgotten."""
         paths = sorted(self._folder.glob("*/*.jsonl"))
         for gone in self._files.keys() - set(paths):
             del self._files[gone]
         for path in paths:
-            self.read_file(path, self._files.setdefault(path, _File()), found)
-        return found
+            self._files.setdefault(path, FileState())
+        return paths
 
-    def read_file(self, path: Path, file: _File, found: list[SpanRecord]) -> None:
-        """Adds what has come to one file."""
+    def read_file(self, path: Path, file: FileState, found: list[SpanRecord], most: int = -1) -> None:
+        """Adds what has come to one file, of so many bytes at most."""
         try:
             with path.open("rb") as opened:
                 opened.seek(file.offset)
-                data = opened.read()
+                data = opened.read(most)
         except FileNotFoundError:  # rotated away
             return
         whole = data[: data.rfind(b"\n") + 1]  # a killed writer may leave a part of a line
@@ -158,7 +169,7 @@ def spans_between(run: Path, begin: int, end: int) -> list[SpanRecord]:
             for path in sorted(folder.glob("*.jsonl")):
                 written = path.stat().st_mtime_ns
                 if not near or (written >= begin - _NEAR_NS and before <= end + _NEAR_NS):
-                    reader.read_file(path, _File(), found)
+                    reader.read_file(path, FileState(), found)
                 before = written
         chosen = [span for span in whole_spans(found) if span.end >= begin and span.start <= end]
         if chosen:

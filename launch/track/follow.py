@@ -30,22 +30,27 @@ from typing import Any, Protocol
 
 from rondo.launch.progress import at_work
 from rondo.launch.report.records import read_records
+from rondo.launch.report.timeline import SpanRecord
 from rondo.launch.rundir import existing_run, owner, read_json, write_json
 from rondo.launch.track.beside import FOLDER
 from rondo.launch.track.points import Point, Points
 from rondo.launch.track.settings import TrackerConfig, missing
+from rondo.launch.track.spans import Spans
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.records.record import log_to_stderr
+from rondo.runtime.records.timeline import FOLDER as TIMELINE
 
 PERIOD_S = 2.0
 NICE = 19
 _TOLD = ("job", "seed", "num_steps", "max_staleness", "model", "algorithm", "train", "rollout")
 """Of the settings; the others hold paths, addresses and environments."""
+_SUPERVISOR = "supervisor.0"
 _UNTOLD = ("sglang", "environment", "endpoint")
 
 
 class Tracker(Protocol):
-    """A service with a run open in it; made by the `open(run, config)` of a file of trackers/, which may raise anything."""
+    """A service with a run open in it; made by the `open(run, config)` of a file of trackers/, which may raise anything. One that
+    takes spans has a method `span(SpanRecord)`, too."""
 
     last: int | None
     """The number of the last point that the service has for certain, 0 for none; None where it does not say."""
@@ -79,26 +84,37 @@ def follow(run: Path, config: TrackerConfig, over: Callable[[float], bool]) -> i
         about = Run(run, config.run or run.name, kept["id"], kept["begun"], _settings(run))
         tracker: Tracker = import_module(f"rondo.launch.track.trackers.{config.name}").open(about, config)
         with contextlib.closing(tracker):
-            points = _tell(tracker, run / "metrics.jsonl", file, kept, over)
-        write_json(file, kept | {"points": points.state()})
+            points, places = _tell(tracker, run, file, kept, over)
+        write_json(file, kept | places)
         return points.number
 
 
-def _tell(tracker: Tracker, metrics: Path, file: Path, kept: dict[str, Any], over: Callable[[float], bool]) -> Points:
-    points, has = Points(metrics, kept.get("points")), tracker.last
+def _tell(
+    tracker: Tracker, run: Path, file: Path, kept: dict[str, Any], over: Callable[[float], bool]
+) -> tuple[Points, dict[str, Any]]:
+    points, has = Points(run / "metrics.jsonl", kept.get("points")), tracker.last
     if has is not None and has < points.number:
-        points = Points(metrics)
+        points = Points(run / "metrics.jsonl")
+    take: Callable[[SpanRecord], None] | None = getattr(tracker, "span", None)
+    spans = None if take is None else Spans(run / TIMELINE, kept.get("spans"))
     while True:
         is_over = over(0)  # before the look, which then sees all
         batch = points.read()
         for point in batch:
             if has is None or point.number > has:
                 tracker.log(point)
-        if batch:
+        ended: list[SpanRecord] = []
+        if spans is not None and not batch:
+            ended = spans.read(is_over=is_over, living=_SUPERVISOR if owner(run) is not None else "")
+        for span in ended:
+            assert take is not None
+            take(span)
+        places = {"points": points.state()} | ({} if spans is None else {"spans": spans.state()})
+        if batch or ended:
             if tracker.flush():
-                write_json(file, kept | {"points": points.state()})
+                write_json(file, kept | places)
         elif is_over:
-            return points
+            return points, places
         else:
             over(PERIOD_S)
 

@@ -17,7 +17,10 @@ from pydantic import Field, model_validator
 
 from rondo.runtime.section import Section, may_hold_secret
 
-Service = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab", "clearml"]
+Service = Literal["tensorboard", "wandb", "trackio", "mlflow", "swanlab", "clearml", "otel"]
+
+
+_PACKAGES = {"otel": "opentelemetry.exporter.otlp.proto.http"}
 
 
 class TrackerConfig(Section):
@@ -26,13 +29,14 @@ class TrackerConfig(Section):
     name: Service
     """Which service."""
     project: str = Field("rondo", min_length=1, max_length=128)
-    """Under which the run stands there; MLflow calls it an experiment. TensorBoard has none."""
+    """Under which the run stands there; MLflow calls it an experiment, OpenTelemetry a service. TensorBoard has none."""
     run: str | None = None
     """The run's name there; None: that of its directory."""
     url: str | None = None
-    """The server of wandb, mlflow or swanlab. None: the service's own settings say it."""
+    """The server of wandb, mlflow or swanlab, or the receiver of otel, to which /v1/metrics and /v1/traces are added. None: the
+    service's own settings say it."""
     folder: Path | None = None
-    """For what it writes on this machine; None: in the run directory. MLflow and ClearML online write nothing."""
+    """For what it writes on this machine; None: in the run directory. MLflow, otel and ClearML online write nothing."""
     offline: bool = False
     """Write files that the service's own command uploads later, as TensorBoard and trackio always do."""
 
@@ -51,6 +55,11 @@ class TrackerConfig(Section):
             yield (
                 f"trackers[{self.name}].url must not be set, since {self.name} takes none here, got {self.url!r}. Remove it"
             )
+        if self.offline and self.name == "otel":
+            yield (
+                "trackers[otel].offline must not be set, since there are no files of OTLP to upload later, got True. Run "
+                "`rondo track RUN --to otel` once there is a receiver"
+            )
         if self.offline and self.name == "mlflow":
             yield (
                 "trackers[mlflow].offline must not be set, since MLflow has no files to upload later, got True. Set "
@@ -60,6 +69,10 @@ class TrackerConfig(Section):
 
 def missing(name: str) -> str | None:
     """What is to be installed for a tracker, as one line; None where all is there."""
-    if name == "tensorboard" or find_spec(name) is not None:  # whose files we write ourselves
-        return None
-    return f"trackers[{name}] needs the package {name}, got no such one. Install it: pip install 'rondo-rl[{name}]'"
+    package = _PACKAGES.get(name, name)
+    try:
+        if name == "tensorboard" or find_spec(package) is not None:  # whose files we write ourselves
+            return None
+    except ModuleNotFoundError:  # a package that it lies in
+        pass
+    return f"trackers[{name}] needs the package {package}, got no such one. Install it: pip install 'rondo-rl[{name}]'"
