@@ -98,10 +98,14 @@ def parsed(at: float, text: str) -> Line:
 
 
 class ChaosRun(subprocess.Popen[str]):
-    """`rondo train` of the quick start with these settings, in a session of its own. It is over behind the body, in any case."""
+    """`rondo train` of the quick start, or another run, with these settings, in a session of its own. It is over behind the body,
+    in any case."""
 
-    def __init__(self, folder: Path, sets: Sequence[str], *, engine: str | None = None) -> None:
-        """engine: the Python of SGLang for an `engine` that is a server, or "" for this house's own server in its place."""
+    def __init__(
+        self, folder: Path, sets: Sequence[str], *, engine: str | None = None, config: Path = QUICKSTART
+    ) -> None:
+        """engine: the Python of SGLang for an `engine` that is a server, or "" for this house's own server in its place.
+        config: the settings of another run of that name."""
         self._patience_s = SGLANG_S if engine else PATIENCE_S
         self.folder, self.run_dir = folder, folder / "quickstart"
         self.lines: list[Line] = []
@@ -110,7 +114,7 @@ class ChaosRun(subprocess.Popen[str]):
         chosen = [f"run_dir={folder}", *sets]
         if engine is not None:
             chosen += _served(folder, engine)
-        command = [sys.executable, "-m", "rondo.launch.cli", "train", str(QUICKSTART), "--plain"]
+        command = [sys.executable, "-m", "rondo.launch.cli", "train", str(config), "--plain"]
         paths = os.pathsep.join([str(SITE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         super().__init__(
             [*command, *(part for text in chosen for part in ("--set", text))],

@@ -11,6 +11,7 @@ Invariant: whatever a tool does, its answer is something for the policy: a text,
 
 from __future__ import annotations
 
+import functools
 import inspect
 import io
 import sys
@@ -148,10 +149,17 @@ def arguments_of(call: Call, tool: Callable[..., Any]) -> dict[str, Any] | Answe
         arguments = orjson.loads(call.arguments)
         if not isinstance(arguments, dict):
             raise TypeError("arguments must be an object of names and values")
-        inspect.signature(tool).bind(**arguments)
+        function = getattr(tool, "__func__", tool)
+        _signature(function).bind(*((None,) if function is not tool else ()), **arguments)
     except (TypeError, ValueError) as error:
         return failed(error)
     return arguments
+
+
+@functools.lru_cache(256)
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    """Which takes as long as the rest of a call."""
+    return inspect.signature(function)
 
 
 def failed(error: BaseException) -> Answer:
