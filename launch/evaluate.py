@@ -84,9 +84,10 @@ def main(
         if config is not None or sets or checkpoint is not None or len(only) > 1 or benchmarks:
             raise ConfigError("--live must come with a run and at most one --only, got other options. Remove them")
         return _evaluate_live(Path(source), next(iter(only), None))
+    named = _named(benchmarks)  # paths are those of whoever calls: a run works where it began
     meant = _meant(source, config, checkpoint)
     with _weights(meant) as model, Nursery() as nursery:
-        settings = settings_of(meant.settings, model, only, sets, benchmarks)
+        settings = settings_of(meant.settings, model, only, sets, named)
         specs = tuple(
             replace(spec, roles=(_ROLE,)) if spec.role_names == ("rollout",) else spec
             for spec in group_specs(settings)
@@ -107,7 +108,7 @@ def main(
     return EXIT_DONE
 
 
-def _named(names: Sequence[str]) -> EvalConfig:
+def _named(names: Sequence[str]) -> EvalConfig | None:
     """The sets of `NAME` or `NAME=PATH` each, under their short names."""
     found: dict[str, EvalSet] = {}
     for text in names:
@@ -115,8 +116,9 @@ def _named(names: Sequence[str]) -> EvalConfig:
         short = next((short for short, hub in NAMES.items() if name == hub), name)
         if short in found:
             raise ConfigError(f"--benchmark must name each set once, got {name!r} twice. Remove one")
+        path = path if path.startswith("hub:") or not path else str(Path(path).absolute())
         found[short] = benchmark(name, path=path or None)
-    return EvalConfig(sets=found)
+    return EvalConfig(sets=found) if found else None
 
 
 def _evaluate_live(path: Path, name: str | None) -> int:
@@ -186,16 +188,16 @@ def _weights(meant: Meant) -> Iterator[str]:
 
 
 def settings_of(
-    settings: RunConfig, model: str, only: Sequence[str] = (), sets: Sequence[str] = (), benchmarks: Sequence[str] = ()
+    settings: RunConfig, model: str, only: Sequence[str] = (), sets: Sequence[str] = (), named: EvalConfig | None = None
 ) -> RunConfig:
     """Those of a run that evaluates `model` on the evaluation sets `only`, all without, as `settings` evaluate, or on
-    `benchmarks`; with `--set` changes. What trains has none of their devices, and is not started."""
+    those `named`; with `--set` changes. What trains has none of their devices, and is not started."""
     if settings.job == "reward_model":
         raise ConfigError(
             "the settings must be of a model that answers, got a reward model's, which scores. Choose another run"
         )
-    if benchmarks:
-        settings = settings.model_copy(update={"evaluation": _named(benchmarks)})
+    if named is not None:
+        settings = settings.model_copy(update={"evaluation": named})
     source = settings.group_of("rollout") or settings.group_of("actor")  # of a job without rollouts
     if settings.evaluation is None:
         raise ConfigError(
@@ -203,10 +205,10 @@ def settings_of(
             "--config, or a set with --benchmark"
         )
     assert source is not None
-    named = settings.evaluation.named_sets()
+    known = settings.evaluation.named_sets()
     for name in only:
-        if name not in named:
-            raise ConfigError(f"--only must name an evaluation set, got {name!r}. {nearest(name, sorted(named))}")
+        if name not in known:
+            raise ConfigError(f"--only must name an evaluation set, got {name!r}. {nearest(name, sorted(known))}")
     tree = resolve(settings)
     evaluation = tree["evaluation"] | {"at_start": True, "at_end": False, "every": None}
     evaluation["sets"] = {name: each for name, each in evaluation["sets"].items() if not only or name in only}

@@ -50,16 +50,19 @@ def test_the_engines_of_a_run_evaluate_and_nothing_else_is_placed(
 
 def test_sets_with_names_take_the_place_of_the_settings_own(tmp_path: Path) -> None:
     config = load(configs.write(tmp_path), ("evaluation=null", "data.apply_chat_template=True"))
-    named = ("HuggingFaceH4/aime_2024", "math500=MATH-500.jsonl")
+    named = evaluate._named(("HuggingFaceH4/aime_2024", "math500=MATH-500.jsonl"))
     found = settings_of(config, "hf", ["math500"], ["evaluation.sets.math500.num_prompts=3"], named).evaluation
     assert found is not None and found.sets.keys() == {"math500"}
     chosen = found.sets["math500"]
-    assert chosen.data is not None and (chosen.data.path, chosen.num_prompts) == ("MATH-500.jsonl", 3)
+    assert chosen.data is not None and (chosen.data.path, chosen.num_prompts) == (
+        str(Path("MATH-500.jsonl").absolute()),
+        3,
+    )
     assert chosen.reward == "rondo.roles.rewards.hub:math" and chosen.samples_per_prompt == 4
     with pytest.raises(ConfigError, match=r"--benchmark must name each set once, got 'aime24' twice\. Remove one"):
-        settings_of(config, "hf", benchmarks=("HuggingFaceH4/aime_2024", "aime24"))
+        evaluate._named(("HuggingFaceH4/aime_2024", "aime24"))
     with pytest.raises(ConfigError, match=r"must be given the name of a set, got 'aime'\. Did you mean 'aime2"):
-        settings_of(config, "hf", benchmarks=("aime",))
+        evaluate._named(("aime",))
 
 
 def test_sets_are_chosen_by_name_and_settings_changed_as_everywhere(tmp_path: Path) -> None:
