@@ -34,7 +34,7 @@ CELLS = {
     "mixed": "avqa_qwen3_omni_30b_lora",
 }
 NUM_HELD_OUT = 256
-WARM_UP = {"steps": 900, "batch_size": 16, "lr": 2e-3, "warmup_steps": 20, "micro_batch_tokens": 16384}
+WARM_UP = {"steps": 450, "batch_size": 16, "lr": 2e-3, "warmup_steps": 20, "micro_batch_tokens": 16384}
 
 
 def config_of(cell: str) -> Path:

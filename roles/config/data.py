@@ -227,7 +227,7 @@ class DataConfig(Section):
             return self
         own = self.sources[source]
         given = {name: getattr(own, name) for name in own.OF_ROWS if getattr(own, name) is not None}
-        return self.model_copy(update=given | {"sources": {}, "held_out": 0})
+        return self.model_copy(update=given | {"sources": {}, "balance": None, "held_out": 0})
 
 
 def _by_name(function: object) -> object:

@@ -49,6 +49,18 @@ def taken(config: JobConfig, start: int, end: int) -> list[str]:
     return [rows.row(place.row).prompt for place in itertools.islice(cursor, end - start)]
 
 
+def test_every_stretch_of_sources_without_weights_holds_their_kinds_of_rows_in_their_shares(tmp_path: Path) -> None:
+    sources = files(tmp_path, said=30, seen=10)
+    pictures = [{"prompt": f"seen {i}", "label": i, "image": f"{i}.png"} for i in range(10)]
+    (tmp_path / "seen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in pictures))
+    sources["seen"] = sources["seen"].model_copy(update={"media_columns": {"image": "image"}})
+    config = job(DataConfig(sources=sources, balance={"text": 3, "image": 1}, apply_chat_template=True), media={})
+    rows, _ = open_splits(config)
+    places = [train_order(config, rows).locate(position) for position in range(40)]
+    for at in range(0, 40, 4):
+        assert Counter(rows.row(place.row).source for place in places[at : at + 4]) == {"said": 3, "seen": 1}
+
+
 def test_every_stretch_holds_each_source_in_its_share_and_each_goes_through_passes_of_its_own(tmp_path: Path) -> None:
     sources = weighed(files(tmp_path, big=40, small=3), big=3, small=1)
     prompts = taken(job(DataConfig(sources=sources)), 0, 400)
