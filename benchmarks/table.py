@@ -489,6 +489,19 @@ def pretrained(f: Figures) -> Iterator[Row]:
     )
 
 
+def gsm8k(f: Figures) -> Iterator[Row]:
+    def ends(name: str) -> str:
+        """Of a third of the steps at either end, where a few samples are right."""
+        third = max(1, len(f[name]) // 3)
+        return f"{statistics.fmean(f[name][:third]):.3f} to {statistics.fmean(f[name][-third:]):.3f}"
+
+    yield (
+        f"SmolLM2-135M-Instruct on short whole problems of GSM8K, {f['steps']} steps of 32 samples by the hub's rewards: right "
+        "answers, form, cut off, of the first and the last third; reward of held-out problems before and after; time of a step",
+        f"{ends('right')}, {ends('form')}, {ends('cut_off')}; {f['before']:.3f} to {f['after']:.3f}; {f['step_s']:.1f} s",
+    )
+
+
 def distill(f: Figures) -> Iterator[Row]:
     def told(name: str, of: dict[str, list[Any]]) -> str:
         steps = ", ".join("not reached" if step is None else str(step) for step in of["steps_to"])
@@ -520,7 +533,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("experts", experts), ("experts_gap", experts), ("experts_memory", experts), ("staleness", staleness),
     ("algorithms", algorithms), ("lora", lora),
     ("lora_pretrained", functools.partial(lora, base="SmolLM2-135M-Instruct on sums of two numbers")),
-    ("pretrained", pretrained), ("distill", distill),
+    ("pretrained", pretrained), ("gsm8k", gsm8k), ("distill", distill),
 )  # fmt: skip
 
 

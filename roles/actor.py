@@ -134,7 +134,13 @@ class ActorRole(TrainableRole):
     async def _train(self, step: int) -> dict[str, Any] | None:
         """Train step `step` and commit version `step + 1`; None when no more rounds will come."""
         config, trainer = self._job.config, self._trainer
-        busy, whole, totals = 0.0, False, StepTotals(config.max_staleness, list(config.data.sources))
+        busy, whole, totals = (
+            0.0,
+            False,
+            StepTotals(
+                config.max_staleness, list(config.data.sources), list(config.components) if config.num_parts else ()
+            ),
+        )
         trains, spans = not config.debug.rollout_only, list[Span]()
         if self._parity is not None:
             self._parity.taken()  # of a step that ran before and was not whole

@@ -293,8 +293,13 @@ class JobConfig(Section):
 
     @property
     def num_parts(self) -> int:
-        """Components of a reward that travel beside it, each to be compared by itself."""
-        return len(self.components) if self.algorithm.advantage == "decoupled" else 0
+        """Components of a reward that travel beside it, to be told of each step; kept samples have none."""
+        return len(self.components) if self.debug.train_only is None or self.compares_parts else 0
+
+    @property
+    def compares_parts(self) -> bool:
+        """Whether each component is compared by itself."""
+        return self.algorithm.advantage == "decoupled"
 
     @property
     def measures_drift(self) -> bool:

@@ -49,7 +49,7 @@ def halves_suit(job: JobConfig) -> Iterator[str]:
         return
     taught = job.distillation is not None and (job.distillation.teachers or job.distillation.context is not None)
     for name, is_set in (
-        ("algorithm.advantage", job.algorithm.by_turn or job.num_parts > 0), ("distillation", bool(taught)),
+        ("algorithm.advantage", job.algorithm.by_turn or job.compares_parts), ("distillation", bool(taught)),
         ("media.max_turn_bytes", job.media is not None and job.media.max_turn_bytes > 0),
         ("data.sources", bool(job.data.sources)),
         ("rollout.filter", job.rollout.filter is not None), ("rollout.keep", job.rollout.keep is not None),

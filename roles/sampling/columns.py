@@ -58,7 +58,7 @@ def columns_of(config: JobConfig, made: Sequence[Made], results: Sequence[Reward
         columns.append(Column(SHOWN, "uint8", [written(row.shown) for row in rows]))
     if config.num_parts:
         names = list(config.components)
-        parts = [[0.0 if r.score is None else r.details[name] for name in names] for r in results]
+        parts = [[np.nan if r.score is None else r.details.get(name, np.nan) for name in names] for r in results]
         columns.append(Column(PARTS, "float32", [np.array(each, np.float32) for each in parts]))
     return columns
 

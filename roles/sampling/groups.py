@@ -226,7 +226,7 @@ class PromptGroups:
 
     async def _score(self, row: Row, made: Sequence[Made]) -> list[Sample]:
         config = self.job.config
-        names = config.components.keys() if config.num_parts else ()
+        names = config.components.keys() if config.compares_parts else ()
         if any(each.reward is not None and not each.details.keys() >= set(names) for each in made):
             raise RowError(
                 f"{row.name}: rewards must come from reward.function with reward.components, got one of a turn"

@@ -1,7 +1,7 @@
 """What the rows of a step were: sums over its rounds, then over all ranks, and the metrics that they make.
 
-Owns how rows are counted: tokens, rewards, by modality and source of data too, lengths and repetition of responses, and how many
-versions old tokens and samples are.
+Owns how rows are counted: tokens, rewards, by modality, source and component too, lengths and repetition of responses, and how
+many versions old tokens and samples are.
 Does not own what the trainer makes of them (`backend.py`), nor when a step is over (`roles/actor.py`).
 
     totals.add(rows, ages) ...        metrics |= totals.of(sum_over_ranks(totals.sums()))
@@ -20,12 +20,12 @@ from rondo.comm.bus.bus import Row
 from rondo.comm.bus.group import NO_VERSION
 from rondo.models.media.inputs import KINDS, kinds_of
 from rondo.roles.forward import media_of
-from rondo.roles.streams import SOURCE
+from rondo.roles.streams import PARTS, SOURCE
 from rondo.roles.training.quantiles import LENGTHS, SHARES, UPPER, WHOLE, Counts, quantiles, repetition
 
 
 class StepTotals:
-    def __init__(self, max_staleness: int, sources: Sequence[str] = ()) -> None:
+    def __init__(self, max_staleness: int, sources: Sequence[str] = (), components: Sequence[str] = ()) -> None:
         self._num_ages = max_staleness + 1
         self._num_tokens, self._rewards = 0, np.zeros(4)  # `reward_sums`
         self._squares = 0
@@ -36,6 +36,8 @@ class StepTotals:
         """Of the whole step, once `of` was asked: the sum over its rows of the square of their tokens."""
         self._of_kinds = np.zeros((len(KINDS), 5))  # the same of each kind of rows, and their response tokens
         self._of_sources = np.zeros((len(sources), 5))
+        self._components = components
+        self._of_parts = np.zeros((len(components), 2))  # sum, and of how many samples
         self._ages: list[np.ndarray] = []
 
     def add(self, rows: Sequence[Row], ages: Iterable[np.ndarray]) -> None:
@@ -53,6 +55,9 @@ class StepTotals:
             media = media_of(row)
             for kind in kinds_of(media.modalities if media is not None else ()):
                 self._of_kinds[KINDS.index(kind)] += [*reward_sums([row]), row.response]
+            if self._components and not row.part:
+                parts = row.array(PARTS).astype(np.float64)
+                self._of_parts += np.stack([np.nan_to_num(parts), ~np.isnan(parts)], 1)
             if self._sources:
                 self._of_sources[int(row.array(SOURCE)[0])] += [*reward_sums([row]), row.response]
         self._ages += ages
@@ -61,7 +66,7 @@ class StepTotals:
         """Of this rank."""
         by_row = np.bincount([int(each.max()) for each in self._ages if len(each)], minlength=self._num_ages)
         by_token = np.bincount(np.concatenate([np.zeros(0, np.int64), *self._ages]), minlength=self._num_ages)
-        named = np.concatenate([self._of_kinds, self._of_sources]).ravel()
+        named = np.concatenate([each.ravel() for each in (self._of_parts, self._of_kinds, self._of_sources)])
         shape = np.concatenate([self._shape, self._lengths.num, self._repeated.num])
         counts = map(float, (self._num_tokens, self._squares, *by_row, *by_token))
         return [*counts, *self._rewards.tolist(), *shape.tolist(), *named.tolist()]
@@ -71,6 +76,8 @@ class StepTotals:
         tokens, self.squares, *counts = summed
         sizes = [self._num_ages, self._num_ages, 4, 3, len(LENGTHS), len(SHARES)]
         by_row, by_token, rewards, shape, lengths, repeated, named = np.split(np.array(counts), np.cumsum(sizes))
+        parts, named = np.split(named, [2 * len(self._components)])
+        told = zip(self._components, parts.reshape(-1, 2).tolist(), strict=True)
         kinds, sources = np.split(named.reshape(-1, 5), [len(KINDS)])
         num_tokens, repeats, num_rows = shape.tolist()
         shares = quantiles(SHARES, repeated, UPPER)
@@ -82,6 +89,7 @@ class StepTotals:
             | {f"repetition_{name}": value for name, value in shares.items()}
             | (figures_of(KINDS, kinds) if kinds[1:].any() else {})
             | figures_of(self._sources, sources)
+            | {f"component_{name}": total / number for name, (total, number) in told if number}
             | {
                 "tokens": int(tokens),
                 "staleness_mean": float(sum(age * count for age, count in enumerate(by_row)) / max(1, sum(by_row))),

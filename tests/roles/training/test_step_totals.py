@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rondo.roles.streams import PARTS
 from rondo.roles.training.step_totals import StepTotals
 
 PICTURE, SOUND = {"pixel_values": np.zeros((1, 1))}, {"input_features": np.zeros((1, 1, 1))}
@@ -40,6 +41,22 @@ def test_reward_and_length_are_told_of_each_modality_that_is_there() -> None:
     }  # fmt: skip
     assert [found[f"reward_mean_{kind}"] for kind in ("text", "audio", "mixed")] == [0.0, 0.5, 0.5]
     assert found["reward_mean"] == 0.5 and found["num_samples"] == 4 and "reward_mean_video" not in found
+
+
+def test_components_of_the_reward_are_told_by_name_over_the_samples_that_have_them() -> None:
+    def scored(right: float, form: float, part: int = 0) -> Any:
+        found = row(None, right, 3)
+        parts = np.array([right, form], np.float32)
+        found.array = lambda name: parts if name == PARTS else np.zeros(7, np.int32)
+        found.part = part
+        return found
+
+    ranks = [[scored(1, 0.5), scored(1, 0.5, part=1)], [scored(0, np.nan)]]
+    totals = [StepTotals(0, (), ["right", "form"]) for _ in ranks]
+    for each, rows in zip(totals, ranks, strict=True):
+        each.add(rows, [])
+    found = totals[0].of([sum(values) for values in zip(*(each.sums() for each in totals), strict=True)])
+    assert (found["component_right"], found["component_form"], found["reward_mean"]) == (0.5, 0.5, 0.5)
 
 
 def test_of_text_alone_nothing_is_told_by_modality() -> None:
