@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 
 from rondo.launch import cli
+from rondo.launch.metrics.exposition import Newest, families
 from rondo.launch.report.records import read_records, step_records
 from rondo.launch.report.status import ask
 from rondo.launch.report.steps import read_steps
@@ -21,6 +22,7 @@ from rondo.runtime.checkpoints import newest_complete
 from tests.e2e.agent import ask_the_policy
 from tests.e2e.runs import QUICKSTART, ROOT, Ended, command, finish, left_behind, read_until, start, train
 from tests.launch.hand import crossing
+from tests.launch.metrics.test_grafana import asked
 from tests.runtime.admin.certificates import CERT, KEY
 
 ROLES = ("rollout", "actor_fwd", "reference", "advantages", "actor", "coordinator")
@@ -60,6 +62,11 @@ def test_each_role_killed_once_comes_back_alone_and_nothing_is_lost_or_trained_t
     assert (ended.run_dir / "curves.png").read_bytes()[:4] == b"\x89PNG"
     assert left_behind(tmp_path) == []
     who_waited_for_whom(ended.run_dir, capsys)
+    newest = Newest()
+    for record in read_records(ended.run_dir / "metrics.jsonl"):
+        newest.add(record)
+    given = {family.name for family in families(newest.told(ended.summary["memory_bytes"]))}
+    assert {name for name in asked() if name.startswith("rondo_evaluation_")} <= given
     folder = newest_complete(ended.run_dir / "checkpoints")
     assert folder is not None and folder.name == "step_000012"
     tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
