@@ -37,6 +37,7 @@ from rondo.roles.training.backend import Backend
 from rondo.roles.training.mismatch import Canary, refuse_gap
 from rondo.roles.training.objective import PolicyObjective, open_policy
 from rondo.roles.training.parity import ParityLog
+from rondo.roles.training.profiling import Window
 from rondo.roles.training.reading import Read, read, sum_of
 from rondo.roles.training.saving import Saving
 from rondo.roles.training.sft import backend_of
@@ -61,6 +62,7 @@ class ActorRole(TrainableRole):
         self._prober: Prober | None = None
         self._read_ahead: dict[str, Read] = {}  # by the round's key
         self._kept: TrainedSamples | None = None
+        self._window: Window | None = None
 
     async def run(self) -> None:
         ctx = self._ctx
@@ -77,6 +79,8 @@ class ActorRole(TrainableRole):
             if job.config.samples.keep:
                 self._kept = TrainedSamples(ctx.run_dir, job.config.samples, ctx.rank, ctx.world_size)
                 await asyncio.to_thread(self._kept.begin, version)
+            if (window := job.config.debug.profile) is not None:
+                self._window = Window(window, ctx.run_dir / "profile", ctx.rank)
             await self._train_and_save(version)
 
     async def _load(self) -> int | None:
@@ -124,10 +128,20 @@ class ActorRole(TrainableRole):
     async def _step(self, step: int) -> bool:
         async with self._job.turns.training():
             if self._job.config.trains_policy(step):
-                return await self._train(step) is not None
+                return await self._profiled(step)
             if await self._settled():  # a step that trains the critic alone
                 self._begin_settle(step + 1, [], await self._probed(), behind="critic")
         return not self._withdrawn
+
+    async def _profiled(self, step: int) -> bool:
+        """`_train`, in the window that `debug.profile` asks for; whether it was whole."""
+        if (window := self._window) is None:
+            return await self._train(step) is not None
+        await self._ctx.compute(window.begin, step)
+        whole = await self._train(step) is not None
+        if why := await self._ctx.compute(window.end, step, leaves=not whole):
+            await self._ctx.report("profile_failed", {"step": step, "rank": self._ctx.rank, "why": why})
+        return whole
 
     # ---- one step ---------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,7 @@ from rondo.roles.config.rollout import (
     RolloutConfig,
     SGLangConfig,
 )
-from rondo.roles.config.samples import DebugConfig, SamplesConfig
+from rondo.roles.config.samples import DebugConfig, ProfileConfig, SamplesConfig
 from rondo.roles.config.supervised import (
     DpoConfig,
     PairsConfig,
@@ -77,6 +77,7 @@ __all__ = [
     "MeshConfig",
     "OptimizerConfig",
     "PairsConfig",
+    "ProfileConfig",
     "ReferenceConfig",
     "RewardConfig",
     "RewardModelConfig",

@@ -41,6 +41,8 @@ def media_suit_the_engine(job: JobConfig) -> Iterator[str]:
 
 def halves_suit(job: JobConfig) -> Iterator[str]:
     """Of `debug`."""
+    if (window := job.debug.profile) is not None and window.last >= job.num_steps:
+        yield f"debug.profile.last must be below num_steps, {job.num_steps}, got {window.last}. Lower it"
     if job.debug.rollout_only and not job.samples.keep:
         yield "samples.keep must be above 0 with debug.rollout_only, whose samples are its result, got 0. Set it to 1"
     if job.debug.rollout_only and job.critic is not None:

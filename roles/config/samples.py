@@ -64,14 +64,33 @@ class SamplesConfig(Section):
         return self.keep == 1 and self.rewards == (None, None)
 
 
+class ProfileConfig(Section):
+    """Steps of the actor under torch's profiler; each process writes a trace into `profile/` of the run directory."""
+
+    place = "debug.profile"
+    first: int = Field(2, ge=0)
+    """Step that the window begins with; the first ones are slower than all others."""
+    last: int = Field(3, ge=0)
+    """Step that it ends with. A step is millions of lines: keep it short."""
+    memory: bool = False
+    """Tells allocations in the trace too, and on a CUDA device writes a memory snapshot beside it."""
+
+    def refused(self) -> Iterator[str]:
+        if self.last < self.first:
+            yield f"debug.profile.last must be debug.profile.first or later, got {self.last} and {self.first}. Raise it"
+
+
 class DebugConfig(Section):
-    """Half of a run by itself."""
+    """Half of a run by itself, and a look at what its trainer computes."""
 
     place = "debug"
     train_only: Annotated[Path, AfterValidator(Path.absolute)] | None = None
     """A run directory with `samples.keep` 1: its steps are trained on its samples, and nothing is generated for them."""
     rollout_only: bool = False
     """Samples are generated, scored and kept (`samples.keep`), and nothing is trained: every version is the first."""
+
+    profile: ProfileConfig | None = None
+    """A window of steps that is profiled."""
 
     def refused(self) -> Iterator[str]:
         if self.train_only is not None and self.rollout_only:
