@@ -25,16 +25,14 @@ DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer.\n\n",
     '\n\nRemember to put your answer on its own line after "Answer:".',
 )
-WRITTEN = "Which digit is written here?"
-BOTH, BOTH_OPTIONS = (
-    "Which of the two digits are below five?",
-    ("A. both", "B. only the one in the picture", "C. only the one that is said", "D. neither"),
-)
+BELOW = "Which of the two digits are below five?"
+WRITTEN_OPTIONS = ("A. both", "B. only the left one", "C. only the right one", "D. neither")
+BOTH_OPTIONS = ("A. both", "B. only the one in the picture", "C. only the one that is said", "D. neither")
 HEARD, HEARD_OPTIONS = "Among which is the digit that is said?", ("A. 0, 1, 2", "B. 3, 4", "C. 5, 6, 7", "D. 8, 9")
-SHOWN, SHOWN_CHOICES = "which digit is shown last", ("0 or 1", "2 or 3", "4 or 5", "6 or 7", "8 or 9")
+SHOWN_CHOICES = ("both", "only the first one", "only the last one", "neither", "no digit is shown")
 WORDS = (
-    *DAPO, "<answer>", "</answer>", WRITTEN, BOTH, *BOTH_OPTIONS, HEARD, *HEARD_OPTIONS, "Which digit is shown last?",
-    *(f"{letter}. {choice}" for letter, choice in zip("ABCDE", SHOWN_CHOICES, strict=True)),
+    *DAPO, "<answer>", "</answer>", BELOW, *WRITTEN_OPTIONS, *BOTH_OPTIONS[1:3], HEARD, *HEARD_OPTIONS,
+    "B. only the first one", "C. only the last one", "E. no digit is shown",
 )  # fmt: skip
 """What a tiny model's tokenizer has whole."""
 
@@ -42,8 +40,12 @@ WORDS = (
 def demonstrate(prompt: Any, label: str, draw: random.Random) -> str:
     """The label in its tags; three of ten are drawn: enough to learn what is asked, too little to be sure of it."""
     right = label.rpartition("<answer>")[2].removesuffix("</answer>")
-    others = "0123456789" if right.isdecimal() else "ABCDE" if "E. " in json.dumps(prompt) else "ABCD"
-    return f"<answer>{right if draw.random() < 0.7 else draw.choice(others)}</answer>"
+    return f"<answer>{right if draw.random() < 0.7 else draw.choice('ABCD')}</answer>"
+
+
+def below(first: int, second: int) -> int:
+    """The number of the right choice: both digits are below five, the first alone, the second alone, or neither."""
+    return 2 * (first >= 5) + (second >= 5)
 
 
 def dapo(folder: Path, num_rows: int, problems: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
@@ -72,18 +74,21 @@ def aime(folder: Path, num_rows: int) -> dict[str, str]:
 
 
 def open_r1(folder: Path, num_rows: int) -> dict[str, str]:
-    """lmms-lab/multimodal-open-r1-8k-verified: parquet of a picture, as Hugging Face's Image, and texts."""
+    """lmms-lab/multimodal-open-r1-8k-verified: parquet of a picture, as Hugging Face's Image, and texts; of two digits."""
     import pyarrow
     import pyarrow.parquet
 
-    rows = [
-        {
-            "image": {"bytes": picture, "path": None}, "problem": WRITTEN,
-            "solution": f"<think>It can be seen.</think>\n\n<answer>{digit}</answer>",
-            "original_question": WRITTEN, "original_answer": str(digit),
-        }
-        for picture, digit in media("image", num_rows)
-    ]  # fmt: skip
+    pictures, problem, rows = media("image", 2 * num_rows), "\n".join((BELOW, *WRITTEN_OPTIONS)), []
+    for number in range(num_rows):
+        (left, first), (right, second) = pictures[2 * number : 2 * number + 2]
+        answer = "ABCD"[below(first, second)]
+        rows.append(
+            {
+                "image": {"bytes": beside(left, right), "path": None}, "problem": problem,
+                "solution": f"<think>It can be seen.</think>\n\n<answer>{answer}</answer>",
+                "original_question": problem, "original_answer": answer,
+            }
+        )  # fmt: skip
     path = folder / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=64)
     return {"data.path": str(path)}
@@ -106,7 +111,7 @@ def avqa(folder: Path, num_rows: int, num_held_out: int, *, picture: bool = True
             if picture:
                 path = {"image": f"images/sample_{number}.png", **path}
                 (folder / part / path["image"]).write_bytes(drawn)
-                right, problem, options = "DCBA"[2 * (seen < 5) + (heard < 5)], BOTH, BOTH_OPTIONS
+                right, problem, options = "ABCD"[below(seen, heard)], BELOW, BOTH_OPTIONS
             else:
                 right, problem, options = "AAABBCCCDD"[heard], HEARD, HEARD_OPTIONS
             rows.append(
@@ -132,10 +137,23 @@ def nextqa(folder: Path, num_rows: int) -> dict[str, str]:
         named = ["video", "frame_count", "width", "height", "question", "answer", "qid", "type", *columns]
         writer.writerow(named)
         for number in range(num_rows):
-            (first, _), (last, digit) = pictures[2 * number : 2 * number + 2]
+            (first, early), (last, late) = pictures[2 * number : 2 * number + 2]
             (videos / f"{number}.mp4").write_bytes(video([first, first, last, last]))
-            writer.writerow([number, 4, 28, 28, SHOWN, digit // 2, 0, "TN", *SHOWN_CHOICES])
+            asked, right = BELOW.rstrip("?").lower(), below(early, late)
+            writer.writerow([number, 4, 28, 28, asked, right, 0, "TN", *SHOWN_CHOICES])
     return {"data.path": str(path), "media.root": str(videos)}
+
+
+def beside(left: bytes, right: bytes) -> bytes:
+    """Two pictures as one."""
+    from PIL import Image
+
+    found = [Image.open(io.BytesIO(picture)).convert("L") for picture in (left, right)]
+    whole, file = Image.new("L", (found[0].width + found[1].width, found[0].height)), io.BytesIO()
+    whole.paste(found[0], (0, 0))
+    whole.paste(found[1], (found[0].width, 0))
+    whole.save(file, "PNG")
+    return file.getvalue()
 
 
 def video(pictures: Sequence[bytes]) -> bytes:

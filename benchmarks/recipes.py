@@ -48,7 +48,7 @@ def rows_of(cell: str, folder: Path) -> dict[str, str]:
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
         found = {
-            "image": lambda: recipe_rows.open_r1(made, 2256),
+            "image": lambda: recipe_rows.open_r1(made, 2000),
             "audio": lambda: recipe_rows.avqa(made, 2200, NUM_HELD_OUT, picture=False),
             "video": lambda: recipe_rows.nextqa(made, 1500),
             "mixed": lambda: recipe_rows.avqa(made, 2200, NUM_HELD_OUT),

@@ -65,8 +65,8 @@ def test_rows_of_open_r1_show_their_picture_first_and_their_solution_holds_the_a
     assert "<think>" in system["content"] and [part["type"] for part in user["content"]] == ["image", "text"]
     [picture] = row.media
     assert isinstance(picture.source, bytes) and picture.source.startswith(b"\x89PNG")
-    digit = row.label.rpartition("<answer>")[2][0]
-    right, wrong = (f"<think>so</think><answer>{said}</answer>" for said in (digit, (int(digit) + 1) % 10))
+    letter = row.label.rpartition("<answer>")[2][0]
+    right, wrong = (f"<think>so</think><answer>{said}</answer>" for said in (letter, "E"))
     assert scores(config, row.label, right, wrong) == [1.0, 0.0] and len(sets["held_out"]) == 4
 
 
@@ -93,7 +93,9 @@ def test_rows_of_nextqa_show_the_file_of_their_video_and_ask_for_a_letter(tmp_pa
     [video] = located(row.media, config.data, config.media)
     assert (config.media.root / str(video.source)).is_file() and row.label in "ABCDE"
     _, user = messages_of(row, config.data)
-    assert user["content"][-1]["text"].startswith("Which digit is shown last?\n\nA. 0 or 1\nB. 2 or 3")
+    assert user["content"][-1]["text"].startswith(
+        "Which of the two digits are below five?\n\nA. both\nB. only the first one"
+    )
     assert scores(config, row.label, f"<think>so</think><answer>{row.label}</answer>", row.label) == [1.0, 0.0]
 
 
