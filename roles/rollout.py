@@ -36,7 +36,6 @@ from rondo.roles.forward import REPORT_S
 from rondo.roles.job import SLAB, open_job
 from rondo.roles.resumed import KeptSamples
 from rondo.roles.rewards.genrm import Genrm, Records
-from rondo.roles.rewards.means import RewardMeans
 from rondo.roles.rewards.pool import RewardPool
 from rondo.roles.sampling.agents import Agents
 from rondo.roles.sampling.environments import Environments
@@ -137,7 +136,6 @@ class RolloutRole:
                         media, self._progress, keep, workflow,
                         None if config.distillation is None else Teaching(config, tokenizer, contexts),
                         None if (of := config.debug.train_only) is None else Given(of, config),
-                        RewardMeans((*config.components, "overlong")),
                     )  # fmt: skip
                     params = groups.params(config.rollout.temperature)
                     self._evaluator = Evaluator(
@@ -161,7 +159,7 @@ class RolloutRole:
                         await self._unless_leaving(evaluating)
                     for task in (*beside, evaluating):
                         task.cancel()
-            if told := self._asked() | self._groups.means.take():
+            if told := self._asked():
                 await ctx.report("metrics", told | {"rank": ctx.rank})
         await replica.close()
 
@@ -260,7 +258,7 @@ class RolloutRole:
                 before = made
                 self._ctx.progress()
             told = {"engine": asdict(stats[0]) | rates.since(stats[0]), "waits_s": totals(), "rank": self._ctx.rank}
-            told |= self._groups.means.take() | (device_memory(device) if servers is None else {})
+            told |= device_memory(device) if servers is None else {}
             if isinstance(self._replica.engine, Dispatcher):
                 told["dispatch"] = asdict(self._replica.engine.dispatch_stats())
             await self._ctx.report("metrics", told | self._asked())

@@ -40,7 +40,6 @@ from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.job import Job
 from rondo.roles.resumed import KeptSamples, put_kept
 from rondo.roles.rewards.function import UserFunction
-from rondo.roles.rewards.means import RewardMeans
 from rondo.roles.rewards.pool import RewardPool, RewardResult
 from rondo.roles.sampling.columns import NOTHING, columns_of, finish_of, in_parts, info_of, with_score, words_of
 from rondo.roles.sampling.episode import Made
@@ -97,7 +96,6 @@ class PromptGroups:
     workflow: Workflow = single_turn
     teaching: Teaching | None = None
     given: Given | None = None
-    means: RewardMeans = field(default_factory=RewardMeans)
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # a prompt at a time, beside the loop
 
     async def fill(self, lease: Lease) -> None:
@@ -245,8 +243,6 @@ class PromptGroups:
         taken = config.reward.overlong(len(made.last.tokens), most)
         if taken and result.score is not None:
             result = replace(result, score=result.score - taken, details=result.details | {"overlong": -taken})
-        if result.score is not None:
-            self.means.add(result.score, result.details)
         if config.algorithm.by_turn and result.score is not None:
             made = with_score(made, result.score)
         return Sample(made, result)
