@@ -20,7 +20,7 @@ from reward_model import config as learns
 from rondo.launch.config import RunConfig, override
 from rondo.launch.modes import fully_async
 from rondo.models.config import ModelConfig
-from rondo.roles.config import GenrmConfig
+from rondo.roles.config import ScorerConfig
 
 
 def reward_model(folder: Path, steps: int, base_steps: int = 120) -> None:
@@ -43,8 +43,6 @@ config = RunConfig(
     name="scored",
     num_steps=100,
     max_staleness=1,
-    groups=fully_async(reference_replicas=1, actor_fwd_replicas=1, genrm_replicas=1),
-    genrm=GenrmConfig(
-        model=ModelConfig(build=reward_model, build_args={"steps": 120}), answers="score", max_prompt_tokens=2048
-    ),
+    groups=fully_async(reference_replicas=1, actor_fwd_replicas=1, scorer_replicas=1),
+    scorer=ScorerConfig(model=ModelConfig(build=reward_model, build_args={"steps": 120}), max_prompt_tokens=2048),
 )

@@ -211,13 +211,15 @@ class RunConfig(JobConfig):
             )
 
     def _judge_is_placed(self) -> Iterator[str]:
+        served = {name for name, judge in self.judges.items() if judge.model is not None}
+        for role in ("genrm", "scorer"):
+            if (role in served) != ((group := self.group_of(role)) is not None):
+                yield (
+                    f"groups must hold the role {role!r} with {role}.model, which it serves, and without it must not, got "
+                    + (f"it in {group.name!r}" if group is not None else f"{role}.model without it")
+                    + f". Add one ({role}=True in modes.colocate, {role}_replicas in hybrid and fully_async), or remove the other"
+                )
         judge, group = self.genrm, self.group_of("genrm")
-        if (judge is not None and not judge.urls) != (group is not None):
-            yield (
-                "groups must hold the role 'genrm' with genrm.model, which it serves, and without it must not, got "
-                + (f"it in {group.name!r}" if group is not None else "genrm.model without it")
-                + ". Add one (genrm=True in modes.colocate, genrm_replicas in hybrid and fully_async), or remove the other"
-            )
         if judge is None or group is None:
             return
         if judge.sglang is not None and (judge.sglang.python is None or group.roles != ("genrm",)):

@@ -91,7 +91,7 @@ def main(
         specs = tuple(
             replace(spec, roles=(_ROLE,)) if spec.role_names == ("rollout",) else spec
             for spec in group_specs(settings)
-            if spec.role_names in (("rollout",), ("genrm",))
+            if spec.role_names in (("rollout",), ("genrm",), ("scorer",))
         )
         options = train.TrainOptions(meant.module, plain=plain, trains=False)
         with train.prepared(settings, f"{settings.name}-eval", options, nursery, specs, num_steps=0) as (run, admin):
@@ -223,10 +223,10 @@ def settings_of(
         },
         {"name": "actor", "roles": ["actor", "advantages"]},
     ]  # fmt: skip
-    judges = settings.group_of("genrm")
-    if judges is not None:
-        held = {name: getattr(judges, name) for name in ("processes", "replicas", "threads", "devices")}
-        groups.append({"name": "genrm", "roles": ["genrm"], **held})
+    for role in settings.judges:
+        if (judges := settings.group_of(role)) is not None:
+            held = {name: getattr(judges, name) for name in ("processes", "replicas", "threads", "devices")}
+            groups.append({"name": role, "roles": [role], **held})
     less = {
         "job": "rl", "num_steps": 1, "max_staleness": 0, "sft": None, "dpo": None, "reward_model": None, "roles": {},
         "algorithm": {}, "admin": {},

@@ -15,7 +15,7 @@ from pydantic import Field
 
 from rondo.runtime.section import Section
 
-RoleName = Literal["rollout", "actor", "actor_fwd", "reference", "teacher", "genrm", "advantages", "critic"]
+RoleName = Literal["rollout", "actor", "actor_fwd", "reference", "teacher", "genrm", "scorer", "advantages", "critic"]
 
 TRAINED: tuple[RoleName, ...] = ("actor", "critic")
 """Roles with a model that they train."""

@@ -6,8 +6,9 @@
     trainer(processes=8)              one group that trains, for a job without rollouts
 
 A role is listed only where asked for: a reference is needed only where a KL coefficient is not 0, `actor_fwd` only where old
-log-probs cannot be the trainer's own, a teacher only with `distillation`, `genrm` only for a judge that the run serves, a critic
-where advantages are made of its values. Each function returns the groups that `RunConfig(groups=...)` takes.
+log-probs cannot be the trainer's own, a teacher only with `distillation`, `genrm` only for a judge that the run serves, `scorer`
+for a reward model, a critic where advantages are made of its values. Each function returns the groups that
+`RunConfig(groups=...)` takes.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ def colocate(
     actor_fwd: bool = False,
     teacher: bool = False,
     genrm: bool = False,
+    scorer: bool = False,
     critic: bool = False,
 ) -> tuple[RoleGroup, ...]:
     """Processes that hold every role each: all generate, then all train their part of the step together."""
     beside = _beside(reference, actor_fwd, teacher, critic)
-    roles: tuple[RoleName, ...] = ("rollout", "actor", "advantages", *beside, *(("genrm",) if genrm else ()))
+    judges: dict[RoleName, bool] = {"genrm": genrm, "scorer": scorer}
+    judging = (role for role, is_wanted in judges.items() if is_wanted)
+    roles: tuple[RoleName, ...] = ("rollout", "actor", "advantages", *beside, *judging)
     return (RoleGroup(name="actor", roles=roles, processes=processes, threads=threads, devices=devices),)
 
 
@@ -46,14 +50,23 @@ def hybrid(
     genrm_replicas: int = 0,
     genrm_threads: int = 1,
     genrm_devices: int = 0,
+    scorer_replicas: int = 0,
+    scorer_processes: int = 1,
+    scorer_threads: int = 1,
+    scorer_devices: int = 0,
     critic: bool = False,
 ) -> tuple[RoleGroup, ...]:
-    """Rollout replicas, and those of a judge, beside one group that trains and, while it waits, scores."""
+    """Rollout replicas, and those of a judge and a reward model, beside one group that trains and, while it waits, scores."""
     roles: tuple[RoleName, ...] = ("actor", "advantages", *_beside(reference, actor_fwd, teacher, critic))
     return (
         _replicas("rollout", rollout_replicas, rollout_threads, rollout_devices),
         RoleGroup(name="actor", roles=roles, processes=processes, threads=threads, devices=devices),
         *((_replicas("genrm", genrm_replicas, genrm_threads, genrm_devices),) if genrm_replicas else ()),
+        *(
+            (_replicas("scorer", scorer_replicas, scorer_threads, scorer_devices, scorer_processes),)
+            if scorer_replicas
+            else ()
+        ),
     )
 
 
@@ -79,6 +92,10 @@ def fully_async(
     genrm_replicas: int = 0,
     genrm_threads: int = 1,
     genrm_devices: int = 0,
+    scorer_replicas: int = 0,
+    scorer_processes: int = 1,
+    scorer_threads: int = 1,
+    scorer_devices: int = 0,
     critic_processes: int = 0,
     critic_threads: int = 1,
     critic_devices: int = 0,
@@ -89,6 +106,7 @@ def fully_async(
         ("actor_fwd", actor_fwd_replicas, actor_fwd_threads, actor_fwd_devices, 1),
         ("teacher", teacher_replicas, teacher_threads, teacher_devices, teacher_processes),
         ("genrm", genrm_replicas, genrm_threads, genrm_devices, 1),
+        ("scorer", scorer_replicas, scorer_threads, scorer_devices, scorer_processes),
         ("critic", 1 if critic_processes else 0, critic_threads, critic_devices, critic_processes),
     )
     return (

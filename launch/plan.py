@@ -24,6 +24,7 @@ ROLE_CLASSES: Mapping[str, str] = {
     "reference": "rondo.roles.forward:ReferenceRole",
     "teacher": "rondo.roles.teacher:TeacherRole",
     "genrm": "rondo.roles.genrm:GenrmRole",
+    "scorer": "rondo.roles.scorer:ScorerRole",
     "advantages": "rondo.roles.advantages:AdvantagesRole",
     "critic": "rondo.roles.critic:CriticRole",
 }

@@ -68,7 +68,8 @@ class RunProvider:
         self._bus: dict[str, Any] = {}
         self._last_step: dict[str, Any] = {}
         self._newest = Newest()
-        self._judged: dict[str, Mapping[str, Any]] = {}  # rollout process -> what it said last of its judge
+        self._judged: dict[tuple[str, str], Mapping[str, Any]] = {}
+        """(who judges, rollout process) -> what that said last of it."""
         self._clock = clock
         self._seen: SupervisorView | None = None
         self._seen_at = 0.0
@@ -109,8 +110,8 @@ class RunProvider:
     def on_event(self, record: Mapping[str, Any]) -> None:
         if record["kind"] == "metrics":
             self._newest.add(record)
-        if "genrm" in record:
-            self._judged[record["source"]] = record["genrm"]
+        for name in {"genrm", "scorer"} & record.keys():
+            self._judged[name, record["source"]] = record[name]
         if is_step(record):
             self._last_step = dict(record)
         self._broadcast.publish(dict(record))
@@ -135,9 +136,13 @@ class RunProvider:
         } | self._judge() | ({"failing": failing} if (failing := self._bus.get("failing") or below) else {})  # fmt: skip
 
     def _judge(self) -> dict[str, float]:
-        """What all rollout processes together say of their judge, as `GenrmStats` has it; nothing without one."""
-        names = [name for told in self._judged.values() for name in told]
-        return {f"judge_{name}": sum(told.get(name, 0) for told in self._judged.values()) for name in names}
+        """What all rollout processes together say of the judge and of the scorer, as `GenrmStats` has it; nothing without one."""
+        found = dict[str, float]()
+        for (judge, _), told in self._judged.items():
+            for name, value in told.items():
+                name = f"{'judge' if judge == 'genrm' else judge}_{name}"
+                found[name] = found.get(name, 0) + value
+        return found
 
     def roles(self) -> Any:
         return [asdict(group) for group in self._snapshot().groups]

@@ -67,7 +67,7 @@ from rondo.runtime.supervision.supervisor import Supervisor, stop_signals
 
 _PLOT_LIMIT_S = 120.0
 _STEPS_S = 2.0
-MODEL, TEACHERS, GENRM = "model", "teachers", "judge"
+MODEL, TEACHERS, JUDGES = "model", "teachers", "judges"
 """Where a model that a function builds lies in the run directory; each such teacher below, by its name; such a judge."""
 _PLACES = ("groups", "supervision", "admin", "preemption", "autoscale", "trackers", "alerts")
 """Settings that say where and under whose eyes a run works, and not what it trains."""
@@ -338,14 +338,15 @@ def _prepare(
             teachers[name] = f"{TEACHERS}/{name}"
             (run.path / TEACHERS).mkdir(exist_ok=True)
             shutil.move(facts.teacher_paths[name], run.path / TEACHERS / name)
-    genrm = facts.genrm_path
-    if config.genrm is not None and config.genrm.model is not None and config.genrm.model.recipe is not None:
-        assert genrm is not None
-        shutil.move(genrm, run.path / GENRM)
-        genrm = GENRM
+    judges = dict(facts.judge_paths)
+    for name, judge in config.judges.items():
+        if judge.model is not None and judge.model.recipe is not None:
+            judges[name] = f"{JUDGES}/{name}"
+            (run.path / JUDGES).mkdir(exist_ok=True)
+            shutil.move(facts.judge_paths[name], run.path / JUDGES / name)
     devices = first_devices(config.groups) | dict(extra or {})
     found = {
-        "model_path": model_path, "teachers": teachers, "genrm": genrm, "first_devices": devices,
+        "model_path": model_path, "teachers": teachers, "judges": judges, "first_devices": devices,
         "num_devices": facts.num_devices,
     }  # fmt: skip
     write_json(run.path / PREPARED, found)

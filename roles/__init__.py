@@ -1,6 +1,6 @@
 """What each process does.
 
-roles          rollout, actor, critic, forward (actor_fwd, reference), teacher, genrm, advantages; supervised (rows, no samples)
+roles          rollout, actor, critic, forward (actor_fwd, reference), teacher, genrm, scorer, advantages; supervised (rows)
 shared         job (what the roles of one process share), streams (which role reads and writes which columns), resumed (samples
                that a checkpoint holds), config/ (settings)
 samples        sampling/ over engines/, rewards/ and data/; serve/ is HTTP over any engine

@@ -1,8 +1,8 @@
 """genrm: the judge's own process: it serves a model whose weights never change, for rewards to ask.
 
-Owns which engine that is, and how long it is there. Does not own how a reward model scores (`reward_model.py`), what a judge is
-asked, or what becomes of the answers (`rewards/genrm.py`): whoever asks finds its address in a record of the run directory, and
-speaks HTTP with it, as with a judge that somebody else runs.
+Owns which engine that is, and how long it, or a scorer (`scorer.py`), is there. Does not own what a judge is asked, or what
+becomes of the answers (`rewards/genrm.py`): whoever asks finds its address in a record of the run directory, and speaks HTTP with
+it, as with a judge that somebody else runs.
 
     load -> listen, record genrm/GROUP.json -> answer ... until the run is over or this replica leaves: what is in flight
 
@@ -16,7 +16,7 @@ import functools
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -28,8 +28,6 @@ from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.engines.sglang.server import Launch, SGLangServer, answers, first_of
 from rondo.roles.forward import REPORT_S
 from rondo.roles.job import Job, open_job
-from rondo.roles.reward_model import scoring
-from rondo.roles.rewards.genrm import FOLDER
 from rondo.roles.serve.app import DRAIN_S
 from rondo.roles.serve.endpoint import announced, endpoint
 from rondo.roles.training.determinism import settle
@@ -41,6 +39,23 @@ _NEVER = 1 << 62
 """A version that is not published: who waits for a newer one hears of the run's end alone."""
 _LOOK_S = 5.0
 
+Watching = Callable[[], Awaitable[None]]
+"""Ends where what is served does."""
+
+
+async def there(ctx: WorkerContext, job: Job, role: str, serving: AbstractAsyncContextManager[Watching]) -> None:
+    """Serves until the run is over, or this replica leaves."""
+    async with serving as watching:
+        await ctx.ready()
+        over = job.bus.call("weights", f"{role}.{ctx.rank}", _NEVER, deadline_s=POLL_S)
+        tasks = [asyncio.ensure_future(each) for each in (over, ctx.stopping.wait(), watching())]
+        try:
+            [first, *_], _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            first.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+
 
 class GenrmRole:
     role = "genrm"
@@ -49,26 +64,16 @@ class GenrmRole:
         self._ctx = ctx
 
     async def run(self) -> None:
-        ctx, job = self._ctx, await open_job(self._ctx)
+        job = await open_job(self._ctx)
         config = job.config.genrm
         assert config is not None and config.model is not None
         serving = self._own_engine if config.sglang is None else self._server
-        async with scoring(ctx, job) if config.answers == "score" else serving(job, config) as watching:
-            await ctx.ready()
-            reader = f"{self.role}.{ctx.rank}"
-            over = job.bus.call("weights", reader, _NEVER, deadline_s=POLL_S)
-            tasks = [asyncio.ensure_future(each) for each in (over, ctx.stopping.wait(), watching())]
-            try:
-                [first, *_], _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                first.result()
-            finally:
-                for task in tasks:
-                    task.cancel()
+        await there(self._ctx, job, self.role, serving(job, config))
 
     @asynccontextmanager
-    async def _own_engine(self, job: Job, config: GenrmConfig) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    async def _own_engine(self, job: Job, config: GenrmConfig) -> AsyncIterator[Watching]:
         """The embedded engine in this process; what it yields reports of it."""
-        ctx, path = self._ctx, job.genrm_path
+        ctx, path = self._ctx, job.judge_paths[self.role]
         with ctx.section("load", ctx.load_s):
             slots = await ctx.compute(self._build, job, config)
             tokenizer = await ctx.compute(functools.partial(load_tokenizer, path, needs_chat_template=True))
@@ -88,7 +93,7 @@ class GenrmRole:
             async with endpoint(
                 ctx, EndpointConfig(), engine, tokenizer, model_name=self.role, model_path=path,
                 max_length=config.max_prompt_tokens + config.max_new_tokens, stop_token_ids=end_ids(path, tokenizer),
-                seeds=True, folder=FOLDER, drain_s=DRAIN_S,
+                seeds=True, folder=self.role, drain_s=DRAIN_S,
             ):  # fmt: skip
                 yield report
         finally:
@@ -97,12 +102,14 @@ class GenrmRole:
     def _build(self, job: Job, config: GenrmConfig) -> Any:
         assert config.model is not None
         settle(job.config)
-        model = load_model(job.genrm_path, dtype=config.model.dtype, device=job.device, attn=config.model.attn)
+        model = load_model(
+            job.judge_paths[self.role], dtype=config.model.dtype, device=job.device, attn=config.model.attn
+        )
         length = config.max_prompt_tokens + config.max_new_tokens
         return slot_engine(model, num_slots=config.num_slots, max_length=length, fixed_shapes=job.config.deterministic)
 
     @asynccontextmanager
-    async def _server(self, job: Job, config: GenrmConfig) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+    async def _server(self, job: Job, config: GenrmConfig) -> AsyncIterator[Watching]:
         """A server of SGLang that this process starts; what it yields ends where the server does, or answers nothing."""
         ctx, settings = self._ctx, config.sglang
         assert settings is not None
@@ -132,7 +139,7 @@ class GenrmRole:
                 why = await first_of([server.gone(), silent()])
                 raise WorkerDied(f"the judge's server must go on, got: {why}. Read {server.log}")
 
-            async with client, announced(ctx, ctx.run_dir / FOLDER / f"{name}.json", client.url, key, self.role):
+            async with client, announced(ctx, ctx.run_dir / self.role / f"{name}.json", client.url, key, self.role):
                 yield watch
         finally:
             await server.close()
@@ -143,7 +150,7 @@ class GenrmRole:
         length = config.max_prompt_tokens + config.max_new_tokens
         return Launch(
             settings.python,
-            job.genrm_path,
+            job.judge_paths[self.role],
             dtype=config.model.dtype,
             first_device=int(device.removeprefix("cuda:")) if device.startswith("cuda:") else None,
             tensor_parallel=settings.tensor_parallel,

@@ -63,10 +63,10 @@ class Job:
     """Whether its trainer gives its memory to what generates, in turn: it trains when a step has all its samples."""
     teacher_paths: Mapping[str, str] = field(default_factory=dict)
     """Teacher -> where its model's files are."""
-    genrm_path: str = ""
-    """Where the files of the judge's model are, of one that the run serves."""
-    judges_alone: bool = False
-    """Whether the processes of this role group judge, and do nothing else."""
+    judge_paths: Mapping[str, str] = field(default_factory=dict)
+    """"genrm", "scorer" -> where its model's files are, of those that the run serves."""
+    scores_alone: bool = False
+    """Whether the processes of this role group are the scorer's, and do nothing else."""
 
 
 _opened: WeakKeyDictionary[SegmentClient, asyncio.Task[Job]] = WeakKeyDictionary()  # one client a process
@@ -100,8 +100,8 @@ async def _open(ctx: WorkerContext) -> Job:
     return Job(
         config, bus, model_path, device, Turns(order), lent,
         publishes=others_read or not lends or config.adapts_engines, has_actor_fwd=has_actor_fwd, takes_turns=takes_turns,
-        rests=rests, teacher_paths=_teacher_paths(ctx.run_dir, config), genrm_path=_genrm_path(ctx.run_dir, config),
-        judges_alone=roles.get(ctx.role_group) == {"genrm"},
+        rests=rests, teacher_paths=_teacher_paths(ctx.run_dir, config), judge_paths=_judge_paths(ctx.run_dir, config),
+        scores_alone=roles.get(ctx.role_group) == {"scorer"},
     )  # fmt: skip
 
 
@@ -120,12 +120,10 @@ def _teacher_paths(run_dir: Path, config: JobConfig) -> dict[str, str]:
     return {name: path if models[name].recipe is None else str(run_dir / path) for name, path in paths.items()}
 
 
-def _genrm_path(run_dir: Path, config: JobConfig) -> str:
-    model = None if config.genrm is None else config.genrm.model
-    if model is None:
-        return ""
-    path: str = orjson.loads((run_dir / "prepared.json").read_bytes())["genrm"]
-    return path if model.recipe is None else str(run_dir / path)
+def _judge_paths(run_dir: Path, config: JobConfig) -> dict[str, str]:
+    models = {name: judge.model for name, judge in config.judges.items() if judge.model is not None}
+    paths = orjson.loads((run_dir / "prepared.json").read_bytes())["judges"] if models else {}
+    return {name: paths[name] if model.recipe is None else str(run_dir / paths[name]) for name, model in models.items()}
 
 
 def _roles(run_dir: Path) -> dict[str, set[str]]:

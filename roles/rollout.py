@@ -37,6 +37,7 @@ from rondo.roles.job import SLAB, open_job
 from rondo.roles.resumed import KeptSamples
 from rondo.roles.rewards.genrm import Genrm, Records
 from rondo.roles.rewards.pool import RewardPool
+from rondo.roles.rewards.scorer import Scorer
 from rondo.roles.sampling.agents import Agents
 from rondo.roles.sampling.environments import Environments
 from rondo.roles.sampling.evaluation import SET, Evaluator, Part, result
@@ -77,18 +78,20 @@ class RolloutRole:
         self._job = job = await open_job(ctx)
         config, limits = job.config, job.config.reward
         use(config.sandbox.settings)  # and so do the processes of rewards and tools
-        self._judge = None if config.genrm is None else Genrm(
-            config.genrm, Records(ctx.run_dir), seed=config.seed, num_workers=limits.num_workers, deadline_s=limits.deadline_s,
-            load_deadline_s=ctx.load_s,
-        )  # fmt: skip
-        self._progress = Progress(
-            limits.deadline_s + (0 if config.genrm is None else config.genrm.longest_s), left=self._fewer.set
-        )
+        self._judges = judges = dict[str, Genrm | Scorer]()
+        if config.genrm is not None:
+            judges["genrm"] = Genrm(
+                config.genrm, Records(ctx.run_dir, "genrm"), seed=config.seed, num_workers=limits.num_workers,
+                deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s,
+            )  # fmt: skip
+        if config.scorer is not None:
+            judges["scorer"] = Scorer(config.scorer, Records(ctx.run_dir, "scorer"))
+        self._progress = Progress(limits.deadline_s + config.judged_s, left=self._fewer.set)
         self._rewards = RewardPool(
             limits.function, by=limits.by, args=limits.args, per=limits.per, components=limits.components,
             num_workers=limits.num_workers,
-            deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s, judge=self._judge,
-            weight=1.0 if config.genrm is None else config.genrm.weight,
+            deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s,
+            judges=[(judge, judge.config.weight) for judge in judges.values()],
         )  # fmt: skip
         own = config.evaluation.named_sets() if config.evaluation is not None else {}
         own_rewards = {name: each.reward for name, each in own.items() if each.reward is not None}
@@ -236,8 +239,8 @@ class RolloutRole:
 
     async def _renew_those_further(self) -> None:
         rewards = self._rewards.stats()
-        judged = None if self._judge is None else self._judge.stats().answers
-        scored = (rewards.num_scored, rewards.num_errors, rewards.num_timed_out, judged)
+        judged = (judge.stats().answers for judge in self._judges.values())
+        scored = (rewards.num_scored, rewards.num_errors, rewards.num_timed_out, *judged)
         further = self._progress.since_last(self._replica.engine.progress(), scored)
         answer = await self._job.bus.call("renew", further, self._held())
         for group, epoch in answer["lost"]:
@@ -265,8 +268,8 @@ class RolloutRole:
 
     def _asked(self) -> dict[str, Any]:
         """Counters of the judge and of environments."""
-        judge, environments = self._judge, self._environments
-        told = {} if judge is None else {"genrm": asdict(judge.stats())}
+        environments = self._environments
+        told: dict[str, Any] = {name: asdict(judge.stats()) for name, judge in self._judges.items()}
         if environments is not None:
             told["environments"] = {name: asdict(each) for name, each in environments.stats().items()}
         return told

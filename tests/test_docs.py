@@ -83,9 +83,9 @@ RUN_HERE = {
     ),
     "rondo train examples/scored.py": (
         *_SHORT,
-        "genrm.model.build_args={'steps': 2, 'base_steps': 6}",
+        "scorer.model.build_args={'steps': 2, 'base_steps': 6}",
         "groups=[{'name': 'rollout', 'roles': ['rollout']}, "
-        "{'name': 'actor', 'roles': ['actor', 'advantages', 'reference', 'actor_fwd', 'genrm']}]",
+        "{'name': 'actor', 'roles': ['actor', 'advantages', 'reference', 'actor_fwd', 'scorer']}]",
     ),
     "rondo train examples/omni_digits.py": _SHORT,
     "rondo train examples/moe_r3.py": _SHORT,

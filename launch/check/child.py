@@ -10,6 +10,7 @@ judges them.
 from __future__ import annotations
 
 import asyncio
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,12 +22,13 @@ import orjson
 from rondo.launch.check.data import look_at_data
 from rondo.launch.check.estimate import JUDGE, PREFILL, at_most, teaching, traces
 from rondo.launch.check.findings import Facts, Report
-from rondo.launch.check.genrm import look_at_judge, try_judge
+from rondo.launch.check.genrm import look_at_judge, try_judge, try_scorer
 from rondo.launch.check.own import look_at_own
 from rondo.launch.check.teachers import look_at_teachers
 from rondo.launch.config import RunConfig, unresolve
 from rondo.models.config import MeshConfig
 from rondo.roles.config.data import NO_REWARD
+from rondo.roles.config.genrm import SCORER
 from rondo.roles.data.datasets import Row
 from rondo.roles.sampling.tools import check_template, with_tools
 from rondo.runtime.errors import ConfigError
@@ -69,8 +71,10 @@ def main() -> None:
         report.look(lambda: look_at_model(config, folder / "model", report, tokenizers), "model")
         if config.job == "rl" and config.distillation is not None:
             report.look(lambda: look_at_teachers(config, folder / "teachers", report, tokenizers), "distillation")
-        if config.job == "rl" and config.genrm is not None and config.genrm.model is not None:
-            report.look(lambda: look_at_judge(config, folder / "genrm", report), "genrm.model")
+        for name, judge in config.judges.items():
+            if judge.model is not None:
+                look = functools.partial(look_at_judge, config, name, folder / name, report)
+                report.look(look, f"{name}.model")
         report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
         if config.job == "rl":
             report.look(lambda: look_at_turns(config, report, tokenizers, rows), "data.chat_template_args")
@@ -82,6 +86,8 @@ def main() -> None:
         report.look(lambda: look_at_reward(config, report, look_at_rows), "reward.function")
         if config.genrm is not None:
             report.look(lambda: try_judge(config, report, rows), "genrm")
+        if config.scorer is not None:
+            report.look(lambda: try_scorer(config, report, rows), "scorer")
         report.look(lambda: look_at_workflow(config), "rollout.workflow")
         look_at_own(config, report)
     else:
@@ -239,12 +245,12 @@ def look_at_memory(config: RunConfig, report: Report) -> None:
     teachers = {teaching(name): (name, teacher.model or config.model) for name, teacher in named.items()}
     for group in config.groups:
         for name in traces(config, group):
-            if name in report.facts.traced or (name == JUDGE and report.facts.genrm_path is None):  # an error says why
-                continue
+            if name in report.facts.traced or (name in (JUDGE, SCORER) and name not in report.facts.judge_paths):
+                continue  # an error says why
             num_ranks, tracer = 1 if name == PREFILL else group.processes, policy
             try:
-                if name == JUDGE:
-                    tracer, num_ranks = scorer(config, report), num_ranks if group.roles == (JUDGE,) else 1
+                if name == SCORER:
+                    tracer, num_ranks = scorer(config, report), num_ranks if group.roles == (SCORER,) else 1
                 if name in teachers:
                     teacher, model = teachers[name]
                     if teacher not in report.facts.teacher_paths:  # an error says why
@@ -264,11 +270,10 @@ def look_at_memory(config: RunConfig, report: Report) -> None:
 
 
 def scorer(config: RunConfig, report: Report) -> Tracer:
-    """Of the judge, which is a reward model."""
     from rondo.launch.check.trace import Tracer
 
-    judge = config.genrm
-    assert judge is not None and judge.model is not None and report.facts.genrm_path is not None
+    judge = config.scorer
+    assert judge is not None
     own = {
         "mesh": MeshConfig(),
         "dtype": judge.model.dtype,
@@ -276,14 +281,14 @@ def scorer(config: RunConfig, report: Report) -> Tracer:
         "lora": None,
     }
     changed = {"model": judge.model, "train": config.train.model_copy(update=own)}
-    return Tracer(config.model_copy(update=changed), report.facts.genrm_path, values=True)
+    return Tracer(config.model_copy(update=changed), report.facts.judge_paths[SCORER], values=True)
 
 
 def plenty(config: RunConfig, facts: Facts) -> bool:
     """Whether nothing needs a trace: even more than it could take fits many times over."""
     if facts.shape is None:
         return True
-    most = at_most(config, facts.shape) + _FLOAT * (facts.teacher_parameters + facts.genrm_parameters)
+    most = at_most(config, facts.shape) + _FLOAT * (facts.teacher_parameters + facts.judge_parameters)
     on_host = sum(group.replicas * group.processes for group in config.groups if not group.devices)
     free, _ = free_memory_bytes()
     devices = facts.device_bytes is None or _PLENTY * most <= facts.device_bytes

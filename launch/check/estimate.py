@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from rondo.launch.groups import RoleGroup
 from rondo.roles.config import JobConfig
+from rondo.roles.config.genrm import SCORER
 from rondo.roles.streams import sampled_bytes
 
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -21,7 +22,7 @@ COMPUTED = "computed"
 PREFILL = "prefill"
 """A trace that is no role's: of prompts on their way into an embedded engine."""
 JUDGE = "genrm"
-"""Of a judge: no trace at all, but computed (`judging`); of one that is a reward model, a trace."""
+"""Of a judge: no trace at all, but computed (`judging`)."""
 STAGING = "gloo's staging"
 """What gloo holds of a collective beside its tensors: all that is gathered, or scattered, once more."""
 WORKSPACE = "attention's workspace"
@@ -104,7 +105,7 @@ class Traced:
 
 def traces(config: JobConfig, group: RoleGroup) -> list[str]:
     """What must be traced to know what `group` holds."""
-    found: list[str] = [role for role in ("actor", "actor_fwd", "reference", "critic") if role in group.roles]
+    found: list[str] = [role for role in ("actor", "actor_fwd", "reference", "critic", SCORER) if role in group.roles]
     if "teacher" in group.roles and config.distillation is not None:
         found += [teaching(name) for name, teacher in config.distillation.named().items() if not teacher.urls]
     found += [JUDGE] if "genrm" in group.roles else []

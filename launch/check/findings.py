@@ -39,9 +39,10 @@ class Facts:
     """Teacher -> where its model's files are."""
     teacher_parameters: int = 0
     """Of all teachers."""
-    genrm_path: str | None = None
-    """Where the files of a judge's model are."""
-    genrm_parameters: int = 0
+    judge_paths: dict[str, str] = field(default_factory=dict)
+    """"genrm", "scorer" -> where its model's files are."""
+    judge_parameters: int = 0
+    """Of both."""
     num_parameters: int | None = None
     num_tensors: int | None = None
     max_positions: int | None = None

@@ -1,4 +1,4 @@
-"""What the check sees of a judge: that its model takes the questions, and what it says to a few of them.
+"""What the check sees of judges and scorers: that their models take the questions, and what a judge says to a few of them.
 
 Owns what is tried, and which questions are refused. Does not own how they are made and read (`roles/rewards/`), nor what the
 judge's processes hold (`estimate.py`).
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rondo.launch.check.estimate import JUDGE, judging
-from rondo.roles.config.genrm import GenrmConfig
+from rondo.roles.config.genrm import SCORER, GenrmConfig
 from rondo.roles.rewards.genrm import Genrm
 from rondo.roles.rewards.pool import RewardItem
 from rondo.runtime.errors import ConfigError
@@ -27,7 +27,7 @@ _ANSWER_S = 60.0
 """A judge at a URL has so long to answer the check."""
 
 
-def look_at_judge(config: RunConfig, folder: Path, report: Report) -> None:
+def look_at_judge(config: RunConfig, name: str, folder: Path, report: Report) -> None:
     """Its shape without its weights, and whether it takes the longest question and answer. `folder` is for one that is built."""
     import torch
 
@@ -35,31 +35,34 @@ def look_at_judge(config: RunConfig, folder: Path, report: Report) -> None:
     from rondo.models.load import empty_model, load_tokenizer, prepare
     from rondo.models.names import disk_shapes
 
-    judge = config.genrm
-    assert judge is not None and judge.model is not None
-    path, scores = prepare(judge.model, folder), judge.answers == "score"
-    if scores:
-        from rondo.roles.reward_model import check_reward_model
-    model = check_reward_model(path) if scores else empty_model(path)
-    load_tokenizer(path, needs_chat_template=not scores or config.data.apply_chat_template)
-    if judge.sglang is not None:
+    judge = config.judges[name]
+    assert judge.model is not None
+    path, asked = prepare(judge.model, folder), config.genrm if name == JUDGE else None
+    if asked is None:
+        from rondo.roles.scorer import check_reward_model
+    model = check_reward_model(path) if asked is None else empty_model(path)
+    load_tokenizer(path, needs_chat_template=asked is not None or config.data.apply_chat_template)
+    if asked is not None and asked.sglang is not None:
         from rondo.roles.engines.sglang.model_folder import check_served
 
         check_served(path)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    answer = 0 if scores else judge.max_new_tokens
+    answer = 0 if asked is None else asked.max_new_tokens
     if most is not None and (longest := judge.max_prompt_tokens + answer) > most:
-        names = "genrm.max_prompt_tokens" if scores else "genrm.max_prompt_tokens + genrm.max_new_tokens"
+        names = f"{name}.max_prompt_tokens" + (f" + {name}.max_new_tokens" if asked is not None else "")
         raise ConfigError(
             f"{names} must be at most the positions of the judge, {most}, got {judge.max_prompt_tokens} + {answer} = {longest}. "
             "Lower one of them"
         )
     parameters = sum(torch.Size(shape).numel() for shape in disk_shapes(model).values())
-    report.facts.genrm_path, report.facts.genrm_parameters = path, parameters
-    if not scores:
+    report.facts.judge_paths[name] = path
+    report.facts.judge_parameters += parameters
+    if asked is not None:
         report.facts.traced[JUDGE] = judging(config, shape_of(model))
-    takes = "scores responses, with their prompts," if scores else "answers questions"
-    report.add("ok", f"the judge has {parameters:,} parameters, and {takes} of {judge.max_prompt_tokens:,} tokens")
+    who, takes = (
+        ("judge", "answers questions") if asked is not None else ("scorer", "scores responses, with their prompts,")
+    )
+    report.add("ok", f"the {who} has {parameters:,} parameters, and {takes} of {judge.max_prompt_tokens:,} tokens")
 
 
 def try_judge(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
@@ -68,12 +71,10 @@ def try_judge(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
 
     judge, reward = config.genrm, config.reward
     assert judge is not None
-    if judge.answers == "score":
-        _try_scores(config, judge, report, rows)
-        return
     tried = judge.model_copy(update={"retries": 0, "deadline_s": min(_ANSWER_S, judge.deadline_s)})
     number = 1 if judge.per == "response" else 2
-    tokenizer = None if report.facts.genrm_path is None else load_tokenizer(report.facts.genrm_path)
+    path = report.facts.judge_paths.get(JUDGE)
+    tokenizer = None if path is None else load_tokenizer(path)
 
     async def ask() -> None:
         load_s = config.supervision.load_s
@@ -92,20 +93,22 @@ def try_judge(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
     asyncio.run(ask())
 
 
-def _try_scores(config: RunConfig, judge: GenrmConfig, report: Report, rows: Sequence[Row]) -> None:
+def try_scorer(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
     """A reward model's tokens of empty answers, and a policy's token taken for one of its own."""
-    from rondo.roles.reward_model import Encoder
+    from rondo.roles.scorer import Encoder
 
-    if report.facts.genrm_path is None:  # an error says why
+    judge, path = config.scorer, report.facts.judge_paths.get(SCORER)
+    assert judge is not None
+    if path is None:  # an error says why
         return
-    encoder = Encoder(config, report.facts.genrm_path)
+    encoder = Encoder(config, path)
     for row in rows:
-        tokens = len(encoder.tokens(row.prompt, "", limits=False))
+        tokens = len(encoder.tokens(row.prompt, "", row.tools, limits=False))
         if judge.too_long == "fail" and tokens + config.rollout.max_new_tokens > judge.max_prompt_tokens:
             raise ConfigError(
-                f"genrm.max_prompt_tokens must hold {row.name} with the longest response, {tokens} + "
+                f"scorer.max_prompt_tokens must hold {row.name} with the longest response, {tokens} + "
                 f"{config.rollout.max_new_tokens}, got {judge.max_prompt_tokens}. Raise it, lower rollout.max_new_tokens, or set "
-                "genrm.too_long to 'cut'"
+                "scorer.too_long to 'cut'"
             )
 
 

@@ -29,7 +29,7 @@ from rondo.runtime.errors import ConfigError
 _SNAPSHOTS = 2
 _WRITERS = frozenset({"actor_fwd", "reference", "teacher", "advantages", "critic"})
 """Roles that put columns on the bus."""
-_RUNS_A_MODEL = frozenset({"rollout", "actor", "actor_fwd", "reference", "teacher", "critic", "genrm"})
+_RUNS_A_MODEL = frozenset({"rollout", "actor", "actor_fwd", "reference", "teacher", "critic", "genrm", "scorer"})
 _TAKES_WEIGHTS = frozenset({"rollout", "actor", "actor_fwd"})
 _LIGHT, _HEAVY = 300 << 20, 2500 << 20
 """Memory of a process without and with torch, transformers and, where it computes on a device, CUDA's libraries."""

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rondo.launch.check.depths import FORWARD, HEAD, OUTPUT, STEP, Depths, Point, Told, layers_of, text_layers
-from rondo.launch.check.estimate import JUDGE, PREFILL, WIDTHS, WORKSPACE, Traced
+from rondo.launch.check.estimate import PREFILL, WIDTHS, WORKSPACE, Traced
 from rondo.launch.check.ledger import (
     COPIES,
     GRADIENTS,
@@ -45,6 +45,7 @@ from rondo.models.units import sharded_units, towers_of
 from rondo.models.value_head import give_value_head
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import JobConfig
+from rondo.roles.config.genrm import SCORER
 from rondo.roles.training.backend import Backend, Use
 from rondo.roles.training.objective import TrainRow, policy_of
 from rondo.roles.training.values import ValueRow, critic_of
@@ -75,7 +76,7 @@ class Tracer:
             Packing.of(self._tried)
 
     def of(self, name: str, num_ranks: int = 1, *, on_device: bool = False) -> Traced:
-        """Of one of `num_ranks` processes that train ("actor", "critic") or score ("reference", "actor_fwd", as JUDGE a reward
+        """Of one of `num_ranks` processes that train ("actor", "critic") or score ("reference", "actor_fwd", as SCORER a reward
         model the longest answers), or of an engine that takes prompts in (PREFILL). on_device: they compute on accelerators, of
         which is told what a token more would take, too; else gloo carries what they send."""
         self._on_device = on_device
@@ -83,7 +84,7 @@ class Tracer:
             return self._training(num_ranks)
         if name == "critic":
             return self._of_critic().of("actor", num_ranks, on_device=on_device)
-        if name == JUDGE:
+        if name == SCORER:
             longest = Packable(np.zeros(self._config.train.micro_batch_tokens, np.int32), 1)
             return self._scoring(num_ranks, self._config.train.dtype, [longest])
         if name != PREFILL:

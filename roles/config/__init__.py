@@ -25,7 +25,7 @@ from rondo.roles.algorithms.teachers import DistillationConfig, TeacherConfig
 from rondo.roles.config.agreement import depends_on_time, media_suit_the_engine, sections_agree
 from rondo.roles.config.data import NO_REWARD, DataConfig, EvalConfig, EvalSet, RewardConfig, SourceConfig
 from rondo.roles.config.evaluations import benchmark
-from rondo.roles.config.genrm import SCORE, GenrmConfig
+from rondo.roles.config.genrm import SCORE, SCORER, GenrmConfig, JudgeConfig, ScorerConfig
 from rondo.roles.config.presets import full_size
 from rondo.roles.config.rollout import (
     MIN_FIXED_SLOTS,
@@ -85,6 +85,7 @@ __all__ = [
     "SGLangConfig",
     "SamplesConfig",
     "SandboxConfig",
+    "ScorerConfig",
     "SftConfig",
     "SourceConfig",
     "SupervisedConfig",
@@ -118,9 +119,11 @@ class JobConfig(Section):
     """Limits of image, audio and video. None: the rows are text; where `media_columns` are named, the defaults."""
     evaluation: EvalConfig | None = None
     reward: RewardConfig = RewardConfig(function=NO_REWARD)
-    """May be left out with `genrm`, which then judges alone, and where `distillation.task_coef` is 0."""
+    """May be left out with `genrm` or `scorer`, which then judge alone, and where `distillation.task_coef` is 0."""
     genrm: GenrmConfig | None = None
     """A model that judges, whose verdicts are part of the reward."""
+    scorer: ScorerConfig | None = None
+    """A reward model, whose numbers are part of the reward."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     reference: ReferenceConfig = ReferenceConfig()
     distillation: DistillationConfig | None = None
@@ -150,7 +153,7 @@ class JobConfig(Section):
 
     def derive(self) -> None:
         if self.job != "rl":  # their models are nobody's: no sample is judged or taught
-            self.__dict__.update(genrm=None, distillation=None)
+            self.__dict__.update(genrm=None, scorer=None, distillation=None)
         # The field stays "not set", so that `override` derives it anew when the columns change.
         if self.media is None and any(data.media_columns for data in self.named_data().values()):
             self.__dict__["media"] = MediaConfig()
@@ -177,12 +180,13 @@ class JobConfig(Section):
             # A job has nothing in memory that outlives its processes: it goes on from its checkpoints.
             train.__dict__.update(micro_batch_tokens=own.micro_batch_tokens, hot_snapshot=False)
             self.__dict__["train"] = train
-        if self.genrm is not None and self.genrm.model is not None and self.genrm.model.dtype == "auto":
-            judge, model = self.genrm.model_copy(), self.genrm.model.model_copy()
-            model.__dict__["dtype"] = "bfloat16" if self._on_devices("genrm") else "float32"
-            model.model_fields_set.discard("dtype")
-            judge.__dict__["model"] = model
-            self.__dict__["genrm"] = judge
+        for name, own_judge in self.judges.items():
+            if own_judge.model is not None and own_judge.model.dtype == "auto":
+                judge, model = own_judge.model_copy(), own_judge.model.model_copy()
+                model.__dict__["dtype"] = "bfloat16" if self._on_devices(name) else "float32"
+                model.model_fields_set.discard("dtype")
+                judge.__dict__["model"] = model
+                self.__dict__[name] = judge
 
     def _on_devices(self, role: str) -> bool:
         """Whether that role computes on accelerators; a job by itself does not say where it runs."""
@@ -210,13 +214,24 @@ class JobConfig(Section):
                 f"{self.sft.evaluate_every}. Remove it, or set job to 'sft'"
             )
         rollout = self.rollout
-        told = self.genrm or rollout.agent or (rollout.environment and rollout.environment.factory)
+        told = self.judges or rollout.agent or (rollout.environment and rollout.environment.factory)
         if "reward" not in self.model_fields_set and not told and self.learns_from_rewards:
-            yield "reward must be set, got nothing. Set reward=RewardConfig(function=...), or genrm"
+            yield "reward must be set, got nothing. Set reward=RewardConfig(function=...), genrm or scorer"
         yield from media_suit_the_engine(self)
         yield from sections_agree(self)
         if self.deterministic:
             yield from depends_on_time(self)
+
+    @property
+    def judges(self) -> dict[str, JudgeConfig]:
+        """The models whose word is part of a reward, by the names of their sections."""
+        named: dict[str, JudgeConfig | None] = {"genrm": self.genrm, "scorer": self.scorer}
+        return {name: judge for name, judge in named.items() if judge is not None}
+
+    @property
+    def judged_s(self) -> float:
+        """What they may take, who are asked at the same time."""
+        return max((judge.longest_s for judge in self.judges.values()), default=0.0)
 
     @property
     def teacher_follows(self) -> bool:
@@ -287,10 +302,12 @@ class JobConfig(Section):
 
     @property
     def components(self) -> dict[str, float]:
-        """Of rewards: those of the function and those of the judge, or its score as one, with their weights."""
-        judged = {} if self.genrm is None else self.genrm.components or {SCORE: 1.0}
-        weight = 1.0 if self.genrm is None else self.genrm.weight
-        return dict(self.reward.components) | {name: weight * part for name, part in judged.items()}
+        """Of rewards: those of the function, those of the judge, or its score as one, and the scorer's, with their weights."""
+        found = dict(self.reward.components)
+        if self.genrm is not None:
+            judged = self.genrm.components or {SCORE: 1.0}
+            found |= {name: self.genrm.weight * part for name, part in judged.items()}
+        return found | ({} if self.scorer is None else {SCORER: self.scorer.weight})
 
     @property
     def num_parts(self) -> int:

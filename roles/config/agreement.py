@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rondo.roles.config.data import NO_REWARD
+from rondo.roles.config.genrm import SCORER
 from rondo.roles.config.rollout import MIN_FIXED_SLOTS
 
 if TYPE_CHECKING:
@@ -84,12 +85,14 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
         )
     if job.genrm is not None and (both := sorted(job.reward.components.keys() & job.genrm.components.keys())):
         yield f"genrm.components must have other names than reward.components, got {both[0]!r} in both. Rename one"
+    if job.scorer is not None and SCORER in {**job.reward.components, **(job.genrm.components if job.genrm else {})}:
+        yield f"components must have other names than {SCORER!r} with scorer, whose number has it, got it. Rename it"
     if job.genrm is not None and job.genrm.per == "pair" and rollout.samples_per_prompt < 2:
         yield "rollout.samples_per_prompt must be at least 2 with genrm.per 'pair', got 1. Raise it"
-    if job.genrm is not None and job.genrm.answers == "score" and job.media is not None:
-        yield "genrm.answers must be 'text' with media, which reward models here do not see, got 'score'. Change it"
-    if job.genrm is not None and not job.learns_from_rewards:
-        yield "genrm must be left out where distillation.task_coef is 0, since rewards weigh nothing there, got it. Remove it"
+    if job.scorer is not None and job.media is not None:
+        yield "scorer must be left out with media, which reward models here do not see, got it. Let genrm judge"
+    for name in job.judges if not job.learns_from_rewards else ():
+        yield f"{name} must be left out where distillation.task_coef is 0, since rewards weigh nothing there, got it. Remove it"
     served = job.distillation is not None and any(each.urls for each in job.distillation.named().values())
     if served and job.rollout.temperature != 1:
         yield (
@@ -143,7 +146,7 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
             "algorithm.kl_coef must be above 0 with reference.refresh_every, since no reference is there without a KL, got "
             f"{algorithm.kl_coef:g}. Set it, or remove reference.refresh_every"
         )
-    alone = job.genrm is not None and job.reward.function == NO_REWARD
+    alone = job.judges and job.reward.function == NO_REWARD
     if algorithm.advantage == "decoupled" and not job.reward.components and not alone:
         yield (
             "reward.components must name what algorithm.advantage 'decoupled' compares, the numbers in the dict that "

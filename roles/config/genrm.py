@@ -1,12 +1,12 @@
-"""Settings of the judge (a generative reward model, or one that answers with a number): who it is, what it is asked, and how its
-text becomes a reward.
+"""Settings of models whose word is part of a reward: the judge (a generative reward model), with what it is asked and how its
+text becomes a reward, and the scorer (a reward model), which answers with a number.
 
-Owns which of these contradict each other. Does not own the role that serves it (`roles/genrm.py`), who asks it
-(`roles/rewards/genrm.py`), or how texts are made and read (`roles/rewards/verdicts.py`). Imports no torch.
+Owns which of these contradict each other. Does not own the roles that serve them (`roles/genrm.py`, `roles/scorer.py`), who asks
+them (`roles/rewards/`), or how texts are made and read (`roles/rewards/verdicts.py`). Imports no torch.
 
     GenrmConfig(model=ModelConfig(path="Qwen/Qwen3-8B"), prompt="Is {response} right for {prompt}? Answer yes or no.")
     GenrmConfig(urls=("http://10.0.0.7:8000",), template=as_messages, tag="score", bounds=(0, 10), weight=0.1)
-    GenrmConfig(model=ModelConfig(path="runs/reward_model/checkpoints/step_000120/hf"), answers="score")
+    ScorerConfig(model=ModelConfig(path="runs/reward_model/checkpoints/step_000120/hf"))
 """
 
 from __future__ import annotations
@@ -27,23 +27,54 @@ PLACES: dict[Per, tuple[str, ...]] = {"response": ("response",), "group": ("resp
 """What a prompt is given of responses, beside `prompt`, `label` and `metadata`."""
 SCORE = "genrm"
 """The judge's score among the details of a reward, and the component of a judge that has no others."""
+SCORER = "scorer"
+"""The scorer's, of both."""
 _OF_A_SERVER = {"python", "tensor_parallel", "arguments", "environment", "start_deadline_s", "silent_deadline_s"}
 """Of `rollout.sglang`, what a server has whose weights never change."""
-_OF_SCORES = {
-    "model", "answers", "chat_template_args", "weight", "max_prompt_tokens", "too_long", "num_calls", "call_deadline_s",
-    "deadline_s",
-}  # fmt: skip
-"""What a reward model goes by, which is asked nothing and says nothing."""
 
 
-class GenrmConfig(Section):
+class JudgeConfig(Section):
+    """A model whose word on responses is part of their reward."""
+
+    model: ModelConfig | None = None
+    """Its weights never change. The role of its section's name serves it."""
+    chat_template_args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of its chat template, such as {"enable_thinking": False}."""
+    weight: float = 1.0
+    """So many times its score is added to what `reward.function` returns."""
+    max_prompt_tokens: int = Field(4096, ge=1)
+    """Of its own tokens: a judge's question, with the prompt and the responses in it; of a scorer a prompt and its response, and
+    as many of them go through it at once as have no more tokens together."""
+    num_calls: int = Field(64, ge=1)
+    """Questions that are asked at a time, by each rollout process; further ones wait."""
+    call_deadline_s: float = Field(120.0, gt=0)
+    """What one call may take."""
+    deadline_s: float = Field(600.0, gt=0)
+    """Servers that fail, or are not there, are asked again for so long; then the responses have no reward."""
+
+    @property
+    def longest_s(self) -> float:
+        """What a verdict may take, once it is being asked for."""
+        return self.deadline_s
+
+
+class ScorerConfig(JudgeConfig):
+    """A reward model, for sequence classification with one label: the number that it gives a response is part of the reward."""
+
+    place = "scorer"
+    model: ModelConfig
+    """Its weights never change. The role `scorer` serves it."""
+    too_long: Literal["fail", "cut"] = "fail"
+    """What becomes of a response that is longer with its prompt than `max_prompt_tokens`: it has no reward, or the first tokens
+    are left out."""
+
+
+class GenrmConfig(JudgeConfig):
     """A model that is asked of each response, of a whole prompt group or of pairs of it; its answer is part of the reward."""
 
     place = "genrm"
     model: ModelConfig | None = None
     """Its weights never change. The role `genrm` serves it, by the embedded engine or by SGLang (`sglang`)."""
-    answers: Literal["text", "score"] = "text"
-    """'score': it is a reward model, for sequence classification with one label, which gives each response a number."""
     sglang: SGLangConfig | None = None
     """Each process of the role starts such a server of `model`; its `python` is needed."""
     urls: tuple[str, ...] = ()
@@ -63,8 +94,6 @@ class GenrmConfig(Section):
     where the judge takes them. Per group and per pair it is given a list of responses."""
     system: str | None = None
     """Text of a system message in front of a question that has none."""
-    chat_template_args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the judge's chat template, such as {"enable_thinking": False}."""
     choices: dict[str, float] = Field(default_factory=dict)
     """Words and what each is worth; the last of them in the answer counts, in any case but for single letters. Without `tag` and
     `parse`: {"yes": 1, "no": 0}, of pairs {"A": 1, "B": 0}."""
@@ -77,35 +106,20 @@ class GenrmConfig(Section):
     no verdict."""
     components: dict[str, float] = Field(default_factory=dict)
     """Of dicts that `parse` returns, as `reward.components`."""
-    weight: float = 1.0
-    """The reward is what `reward.function` returns and so many times the judge's score."""
     temperature: Temperature = 0.1
     """Of the verdicts' sampling."""
     top_p: TopP = 1.0
     """Nucleus that verdicts are sampled from."""
-    max_prompt_tokens: int = Field(4096, ge=1)
-    """Of the judge's own tokens: the question, with the prompt and the responses in it. Of a reward model a prompt and its
-    response; as many of them go through it at once as have no more tokens together."""
-    too_long: Literal["fail", "cut"] = "fail"
-    """What becomes of a response that is longer, with its prompt, for a reward model: it has no reward, or the first tokens are
-    left out."""
     max_new_tokens: NewTokens = 4096
     """Of its answer, with what it thinks before."""
     num_slots: int = Field(32, ge=1)
     """Answers that one engine or server of the role decodes at once."""
-    num_calls: int = Field(64, ge=1)
-    """Questions that are asked at a time, by each rollout process; further ones wait."""
     retries: int = Field(2, ge=0)
     """How often a question is asked again whose answer has no verdict; then its responses have no reward, as where a reward
     function fails."""
-    call_deadline_s: float = Field(120.0, gt=0)
-    """What one call may take."""
-    deadline_s: float = Field(600.0, gt=0)
-    """Servers that fail, or are not there, are asked again for so long; then the responses have no reward."""
 
     @property
     def longest_s(self) -> float:
-        """What a verdict may take, once it is being asked for."""
         return (1 + self.retries) * self.deadline_s
 
     @property
@@ -116,16 +130,6 @@ class GenrmConfig(Section):
         return {"A": 1.0, "B": 0.0} if self.per == "pair" else {"yes": 1.0, "no": 0.0}
 
     def refused(self) -> Iterator[str]:
-        fields = type(self).model_fields
-        if self.answers == "score":
-            if self.model is None:
-                yield "genrm.model must be set with genrm.answers 'score', got nothing. Name a reward model"
-            for name in fields.keys() - _OF_SCORES:
-                if (value := getattr(self, name)) != fields[name].get_default(call_default_factory=True):
-                    yield f"genrm.{name} must be left out with genrm.answers 'score', got {value!r:.80}. Remove it"
-            return
-        if self.too_long != "fail":
-            yield "genrm.too_long must be left out without genrm.answers 'score', got 'cut'. Remove it"
         for names in (("model", "urls"), ("prompt", "template")):
             given = [name for name in names if getattr(self, name)]
             if len(given) != 1:

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rondo.roles.config import JobConfig
 
 _OF_SAMPLES = (
-    "max_staleness", "evaluation", "reward", "bus", "genrm", "algorithm", "reference", "distillation", "critic", "sft", "dpo",
-    "reward_model",
+    "max_staleness", "evaluation", "reward", "bus", "genrm", "scorer", "algorithm", "reference", "distillation", "critic", "sft",
+    "dpo", "reward_model",
 )  # fmt: skip
 _OF_STEPS = (
     "optimizer_steps_per_batch",
@@ -248,7 +248,7 @@ def unread(job: JobConfig) -> list[str]:
         return found
     others = (
         name for name in _OF_SAMPLES if name != job.job and name in job.model_fields_set
-        and (getattr(job, name) is not None or name in ("genrm", "distillation"))  # which it has let go
+        and (getattr(job, name) is not None or name in ("genrm", "scorer", "distillation"))  # which it has let go
     )  # fmt: skip
     trained = (
         f"train.{name}" for name in (*OptimizerConfig.model_fields, *_OF_STEPS) if name in job.train.model_fields_set

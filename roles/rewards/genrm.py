@@ -4,7 +4,6 @@ Owns the way of a question from responses to scores, and the counts of it. Does 
 (`verdicts.py`), which server is asked (`engines/equal_servers.py`), or the role that serves a judge of the run's own
 (`roles/genrm.py`); of these, `records` finds the addresses.
 
-    responses -> [reward model: POST /scores -> scores]
     responses -> question (user's function, in a process) -> POST /v1/chat/completions -> verdict (in a process) -> score
                                                                       ^ again, `retries` times |
     async with Genrm(config, found, seed=0, ...) as judge:
@@ -23,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -37,10 +35,6 @@ from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError
 from rondo.runtime.processes.pool import Outcome
 from rondo.runtime.values import encode
 
-FOLDER = "genrm"
-"""Of the run directory: where each process of the role says at which address it serves."""
-SCORES = "/scores"
-"""Where a reward model is asked (`roles/reward_model.py`)."""
 _SETTINGS = "genrm.urls, genrm.api_key_file or genrm.served_model"
 _SEED = 1 << 31
 _SETTLED_NS = 2_000_000_000
@@ -65,12 +59,17 @@ class GenrmStats:
     asking: int = 0
     waiting: int = 0
 
+    def of(self, servers: EqualServers) -> GenrmStats:
+        """With what those who are asked count themselves."""
+        self.failed_calls, self.asking, self.waiting = servers.num_failed, servers.num_busy, servers.num_waiting
+        return self
+
 
 class Records:
-    """Clients for the role's processes that serve now, by their records in a run directory."""
+    """Clients for the processes of a role that serve now, by their records in the folder of its name in a run directory."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / FOLDER
+    def __init__(self, run_dir: Path, role: str) -> None:
+        self._folder = run_dir / role
         self._changed: int | None = None
         self._clients: dict[str, SGLangClient] = {}
 
@@ -131,8 +130,7 @@ class Genrm:
 
     async def start(self) -> None:
         """Loads the user's functions. ConfigError when they cannot be."""
-        if self.config.answers == "text":
-            await self._functions.start()
+        await self._functions.start()
 
     async def close(self) -> None:
         await self._functions.close()
@@ -147,42 +145,14 @@ class Genrm:
         await self.close()
 
     def stats(self) -> GenrmStats:
-        counts, servers = self._counts, self._servers
-        counts.failed_calls, counts.asking, counts.waiting = servers.num_failed, servers.num_busy, servers.num_waiting
-        return counts
+        return self._counts.of(self._servers)
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """One result an item, in order; per group and per pair they are of one prompt. Raises Closed after `close`."""
-        if self.config.answers == "score":
-            return await self._scored(items) if items else []
         if self.config.per == "pair":
             return await self._score_pairs(items)
         asked = [items] if self.config.per == "group" and items else [[item] for item in items]
         return [result for verdict in await asyncio.gather(*map(self._verdict, asked)) for result in verdict]
-
-    async def _scored(self, items: Sequence[RewardItem]) -> list[RewardResult]:
-        """By a reward model, which is sent them as they are."""
-        body = {"answers": [{"prompt": item.prompt, "response": item.response} for item in items]}
-
-        async def call(client: SGLangClient) -> tuple[dict[str, Any], float]:
-            started = time.monotonic()
-            told = await client.post(SCORES, body, deadline_s=self.config.call_deadline_s)
-            return told, time.monotonic() - started
-
-        try:
-            told, took_s = await self._servers.ask(call)
-        except (ConfigError, PeerGone) as error:
-            self._counts.no_verdict += len(items)
-            return [RewardResult(None, {}, str(error), isinstance(error, PeerGone), str(error))] * len(items)
-        self._counts.answers += 1
-        self._counts.prompt_tokens += told["num_tokens"]
-        self._counts.answer_s += took_s
-        found = list(zip(told["scores"], told["errors"], strict=True))
-        self._counts.no_verdict += (failed := sum(score is None for score, _ in found))
-        self._counts.verdicts += len(found) - failed
-        return [
-            RewardResult(score, {} if score is None else {SCORE: score}, error, brief=error) for score, error in found
-        ]
 
     async def _score_pairs(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """The mean of a response's pairs that have a verdict. Each response is about as often the first as the second, since

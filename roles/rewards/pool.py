@@ -1,6 +1,6 @@
 """Rewards: scores prompt groups, so that a reward function that fails harms only itself.
 
-Owns what is sent to a reward function, what a score or a failure looks like, and the sum of it and a judge's verdict. Does not
+Owns what is sent to a reward function, what a score or a failure looks like, and the sum of it and what judges say. Does not
 own where it runs, and its deadline (`function.py`), how it is called (`worker.py`), how a judge is asked (`genrm.py`) or what a
 failed score means for its prompt group (the rollout role decides).
 
@@ -41,6 +41,8 @@ class RewardItem:
     num_tokens: int = 1
     max_new_tokens: int = 1
     turns: Sequence[str] = ()
+    tools: Sequence[Any] = ()
+    """Those of the row, for a judge that is shown the prompt as the policy was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +82,8 @@ class Judge(Protocol):
 class RewardPool:
     """`function`, or several, in `num_workers` processes where any is a plain one; `by`, `args` and `components` as in
     `RewardConfig`. `per` "group": they are given all items of a call at once.
-    `judge`: asked beside it, whose score is added so many times (`weight`); it is opened and closed with this. All methods belong
-    to one event loop, on the main thread."""
+    `judges`: asked beside it, each with how many times its score is added; they are opened and closed with this. All methods
+    belong to one event loop, on the main thread."""
 
     def __init__(
         self,
@@ -94,11 +96,10 @@ class RewardPool:
         num_workers: int = 1,
         deadline_s: float = 10.0,
         load_deadline_s: float,
-        judge: Judge | None = None,
-        weight: float = 1.0,
+        judges: Sequence[tuple[Judge, float]] = (),
     ) -> None:
         self._per_group = per == "group"
-        self._judge, self._weight = judge, weight
+        self._judges = judges
         self._settings = {
             "function": function if isinstance(function, str) else dict(function),
             "per": per,
@@ -121,8 +122,8 @@ class RewardPool:
             await whole.close()
             self._functions = [self._open(self._settings | {"only": only}) for only in (False, True)]
             await asyncio.gather(*(each.start() for each in self._functions))
-        if self._judge is not None:
-            await self._judge.start()
+        for judge, _ in self._judges:
+            await judge.start()
 
     async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
         """One result an item, in order; never raises for what the function does.
@@ -132,13 +133,11 @@ class RewardPool:
         """
         score = self._score_group if self._per_group else self._score_each
         asked = [score(function, items) for function in self._functions]
-        if self._judge is not None:
-            asked.append(self._judged(items, self._judge))
-        found = await asyncio.gather(*asked)
-        judged = None if self._judge is None else found.pop()
-        results = [functools.reduce(_summed, each) for each in zip(*found, strict=True)]
-        if judged is not None:
-            results = [_summed(*both) for both in zip(map(_as_rule, results), judged, strict=True)]
+        found = await asyncio.gather(*asked, *(_judged(items, *each) for each in self._judges))
+        results = [functools.reduce(_summed, each) for each in zip(*found[: len(asked)], strict=True)]
+        if judged := found[len(asked) :]:
+            every = zip(map(_as_rule, results), *judged, strict=True)
+            results = [functools.reduce(_summed, each) for each in every]
         num_scored, num_timed_out = (
             sum(each.score is not None for each in results),
             sum(each.timed_out for each in results),
@@ -147,10 +146,6 @@ class RewardPool:
         self._num_timed_out += num_timed_out
         self._num_errors += len(results) - num_scored - num_timed_out
         return results
-
-    async def _judged(self, items: Sequence[RewardItem], judge: Judge) -> list[RewardResult]:
-        found = await judge.score(items)
-        return [each if each.score is None else replace(each, score=self._weight * each.score) for each in found]
 
     async def _score_each(self, function: UserFunction, items: Sequence[RewardItem]) -> list[RewardResult]:
         encoded = [_encoded(item, item.response, [getattr(item, name) for name in ASKED_FOR]) for item in items]
@@ -183,8 +178,8 @@ class RewardPool:
         """Kills every worker and waits until none is left. Callers of `score` get Closed. May be called twice."""
         for function in self._functions:
             await function.close()
-        if self._judge is not None:
-            await self._judge.close()
+        for judge, _ in self._judges:
+            await judge.close()
 
     async def __aenter__(self) -> RewardPool:
         await self.start()
@@ -198,6 +193,11 @@ class RewardPool:
 
 def _as_rule(result: RewardResult) -> RewardResult:
     return result if result.score is None else replace(result, details=result.details | {"rule": result.score})
+
+
+async def _judged(items: Sequence[RewardItem], judge: Judge, weight: float) -> list[RewardResult]:
+    found = await judge.score(items)
+    return [each if each.score is None else replace(each, score=weight * each.score) for each in found]
 
 
 def _summed(one: RewardResult, other: RewardResult) -> RewardResult:

@@ -356,4 +356,6 @@ def _item_of(tokenizer: Any, row: Row, made: Made, max_new_tokens: int) -> Rewar
     if not turns:  # its one token nobody said
         text, texts = "", [""]
     size = len(done.tokens)
-    return RewardItem(text, row.label, row.prompt, row.metadata, finish_of(done), size, max_new_tokens, texts)
+    return RewardItem(
+        text, row.label, row.prompt, row.metadata, finish_of(done), size, max_new_tokens, texts, row.tools
+    )

@@ -232,7 +232,7 @@ class PromptGroups:
         most = self._params_of(row).max_new_tokens
         # Of a group one after the other, by workers of which each starts anew.
         slowest_s = 2 * config.reward.deadline_s * config.rollout.samples_per_prompt + self.ctx.load_s
-        slowest_s += 0 if config.genrm is None else config.genrm.longest_s
+        slowest_s += config.judged_s
         with self.ctx.work("reward", slowest_s):
             results = await scored(self.rewards, self.tokenizer, row, made, most)
         return [self._sample(each, result, most) for each, result in zip(made, results, strict=True)]

@@ -36,7 +36,7 @@ def test_a_policy_learns_from_what_a_judge_at_a_url_says(tmp_path: Path) -> None
     assert ended.summary["samples_lost"] == 0 and len(asked) >= 40 * 8 * 8
 
 
-def test_a_judge_that_is_killed_and_one_that_is_restarted_cost_no_sample(tmp_path: Path) -> None:
+def test_a_judge_that_is_killed_and_one_that_is_restarted_beside_a_scorer_cost_no_sample(tmp_path: Path) -> None:
     module = str(ROOT / "tests" / "e2e" / "judged.py")
     line = [*command(tmp_path)[:4], module, "--set", f"run_dir={tmp_path}", "--kill", "genrm@3"]
     run, run_dir = start(line, tmp_path), tmp_path / "judged"
@@ -44,12 +44,14 @@ def test_a_judge_that_is_killed_and_one_that_is_restarted_cost_no_sample(tmp_pat
     record = supervisor_record(run_dir)
     assert record is not None
     ask(record, "/genrm/restart", {})
+    ask(record, "/scorer/restart", {})
     ended = finish(run, run_dir)
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
     assert summary["samples_trained"] == summary["steps"] * 4 * 4
     told = [orjson.loads(text) for text in (run_dir / "metrics.jsonl").read_bytes().splitlines()]
-    judged = [each["genrm"] for each in told if "genrm" in each][-1]
-    assert judged["no_verdict"] == 0 and judged["verdicts"] >= summary["samples_trained"]
+    for name in ("genrm", "scorer"):
+        judged = [each[name] for each in told if name in each][-1]
+        assert judged["no_verdict"] == 0 and judged["verdicts"] >= summary["samples_trained"]
     assert left_behind(tmp_path) == []

@@ -191,8 +191,12 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
             "dpo.data.margin must be None, for only a reward model has such, got 'by'. Remove it",
         ),
         (
-            [("genrm", {"model": {"path": "rm"}, "answers": "score"}), ("media", {})],
-            "genrm.answers must be 'text' with media, which reward models here do not see, got 'score'. Change it",
+            [("scorer", {"model": {"path": "rm"}}), ("media", {})],
+            "scorer must be left out with media, which reward models here do not see, got it. Let genrm judge",
+        ),
+        (
+            [("scorer", {"model": {"path": "rm"}}), ("reward.components", {"scorer": 1.0})],
+            "components must have other names than 'scorer' with scorer, whose number has it, got it. Rename it",
         ),
         (
             [("job", "dpo"), ("dpo", {"data": {"path": "a"}, "steps": 1, "batch_size": 1})],
@@ -428,12 +432,6 @@ JUDGE = {"urls": ("http://judge",), "prompt": "{response}"}
         ({"per": "group", "prompt": "{responses}"}, "genrm.tag or genrm.parse must be set with genrm.per 'group'"),
         ({"per": "pair", "prompt": "{first}{second}", "choices": {"A": 2}}, "worth 0 to 1 with genrm.per 'pair'"),
         ({"per": "pair", "prompt": "{first}{second}", "tag": "n"}, "genrm.bounds must be .0, 1. with genrm.per 'pair'"),
-        ({"too_long": "cut"}, "genrm.too_long must be left out without genrm.answers 'score'"),
-        ({"answers": "score"}, "genrm.model must be set with genrm.answers 'score'"),
-        (
-            {"answers": "score", "urls": (), "model": {"path": "m"}},
-            "genrm.prompt must be left out with genrm.answers 'score', got '{response}'",
-        ),
     ],
 )
 def test_a_judge_that_contradicts_itself_is_refused(changes: dict[str, Any], words: str) -> None:

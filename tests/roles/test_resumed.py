@@ -168,7 +168,7 @@ class Groups(PromptGroups):
             rollout=rollout, algorithm=AlgorithmConfig(), data=DataConfig(path="x"), seed=0,
             train=SimpleNamespace(router_replay=replay), media=None, samples=SamplesConfig(),
             reward=SimpleNamespace(per="response", deadline_s=1.0, overlong=lambda *_: 0.0),
-            num_parts=0, compares_parts=False, genrm=None,
+            num_parts=0, compares_parts=False, genrm=None, judged_s=0.0,
         )  # fmt: skip
         super().__init__(
             ctx=cast(Any, SimpleNamespace(span=lambda name, **_: span(name, "rollout"))),

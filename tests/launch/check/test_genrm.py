@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rondo.launch.check.child import scorer
 from rondo.launch.check.estimate import held_by
 from rondo.launch.check.findings import Report
-from rondo.launch.check.genrm import look_at_judge, try_judge
-from rondo.launch.config import RunConfig, load
+from rondo.launch.check.genrm import look_at_judge, try_judge, try_scorer
+from rondo.launch.config import RunConfig, load, override
 from rondo.models.tiny import qwen3
 from rondo.roles.data.datasets import Row
 from tests.launch import configs
@@ -35,10 +36,11 @@ def own(folder: Path, judge: Path, *sets: str, **settings: Any) -> RunConfig:
 
 def said(config: RunConfig) -> list[tuple[str, str]]:
     report = Report()
-    assert config.genrm is not None
-    if config.genrm.model is not None:
-        report.look(lambda: look_at_judge(config, Path("unused"), report), "genrm.model")
-    report.look(lambda: try_judge(config, report, ROWS), "genrm")
+    for name, judge in config.judges.items():
+        if judge.model is not None:
+            report.look(functools.partial(look_at_judge, config, name, Path("unused"), report), f"{name}.model")
+        tries = try_judge if name == "genrm" else try_scorer
+        report.look(functools.partial(tries, config, report, ROWS), name)
     return [(finding.level, finding.text) for finding in report.findings]
 
 
@@ -51,13 +53,13 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_judge_of_the_runs_own_is_counted(judge: Path, tmp_path: Path) -> None:
     config, report = own(tmp_path, judge, "genrm.num_slots=4"), Report()
-    look_at_judge(config, tmp_path, report)
+    look_at_judge(config, "genrm", tmp_path, report)
     group = config.group_of("genrm")
-    assert group is not None and report.facts.shape is None and report.facts.genrm_path == str(judge)
+    assert group is not None and report.facts.shape is None and report.facts.judge_paths == {"genrm": str(judge)}
     held = held_by(config, None, report.facts.traced, group)  # type: ignore[arg-type]
     assert held is not None
     [sizes] = held
-    assert sizes.parts["weights of the judge"] == 4 * report.facts.genrm_parameters
+    assert sizes.parts["weights of the judge"] == 4 * report.facts.judge_parameters
     assert sizes.parts["key-value cache of the judge"] % (4 * 64) == 0  # slots x tokens
 
 
@@ -67,24 +69,24 @@ def test_a_reward_model_is_traced_with_the_longest_answers_and_takes_those_of_th
     torch.manual_seed(0)
     AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1).save_pretrained(tmp_path / "rm")
     AutoTokenizer.from_pretrained(judge).save_pretrained(tmp_path / "rm")
-    scores = {"prompt": None, "answers": "score", "max_new_tokens": 4096}
-    config, report = own(tmp_path, tmp_path / "rm", **scores), Report()
-    look_at_judge(config, tmp_path, report)
+    config, report = scored(tmp_path), Report()
+    look_at_judge(config, "scorer", tmp_path, report)
     assert report.facts.traced == {} and [each.level for each in report.findings] == ["ok"]
-    found = scorer(config, report).of("genrm")
-    shard = scorer(config, report).of("genrm", 2)
-    buffers = found.parts["parameters"] - 4 * report.facts.genrm_parameters
+    found = scorer(config, report).of("scorer")
+    shard = scorer(config, report).of("scorer", 2)
+    buffers = found.parts["parameters"] - 4 * report.facts.judge_parameters
     assert 0 <= buffers < 64
     assert shard.parts["parameters"] <= found.parts["parameters"] / 2 + 4 * 64
-    short = own(tmp_path, tmp_path / "rm", "genrm.max_prompt_tokens=10", **scores)
+    short = scored(tmp_path, "scorer.max_prompt_tokens=10")
     [text] = [text for level, text in said(short) if level == "error"]
     assert re.search(r"must hold rows:0 with the longest response, \d \+ 8, got 10", text), text
-    assert [level for level, _ in said(short.model_copy(update={"genrm": cut(short)}))] == ["ok"]
+    assert [level for level, _ in said(override(short, ["scorer.too_long=cut"]))] == ["ok"]
 
 
-def cut(config: RunConfig) -> Any:
-    assert config.genrm is not None
-    return config.genrm.model_copy(update={"too_long": "cut"})
+def scored(folder: Path, *sets: str) -> RunConfig:
+    told = {"model": {"path": str(folder / "rm")}, "max_prompt_tokens": 48}
+    change = ("groups=fully_async()", f"groups=fully_async(scorer_replicas=1), scorer={told!r}")
+    return load(configs.write(folder, change), sets)
 
 
 @pytest.mark.parametrize(

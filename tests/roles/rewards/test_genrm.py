@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import orjson
 
 from rondo.roles.config.genrm import GenrmConfig
-from rondo.roles.rewards.genrm import FOLDER, Genrm, Records
+from rondo.roles.rewards.genrm import Genrm, Records
 from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
 from tests.roles.rewards.judge import judging
 
@@ -122,7 +122,7 @@ async def test_rule_and_judge_are_summed_and_one_that_fails_fails_the_response()
     with judging(lambda body: "?" if said(body) == "unclear" else "yes") as (url, _):
         config = GenrmConfig(urls=(url,), prompt="{response}", retries=0)
         judge = Genrm(config, lambda: (), load_deadline_s=120)
-        async with RewardPool(f"{HERE}:ruled", load_deadline_s=120, judge=judge, weight=0.5) as pool:
+        async with RewardPool(f"{HERE}:ruled", load_deadline_s=120, judges=[(judge, 0.5)]) as pool:
             both, unruled, unjudged = await pool.score([item("abc"), item("broken"), item("unclear")])
             stats = pool.stats()
     assert both == RewardResult(3.5, {"genrm": 1.0, "said": "yes", "rule": 3.0})
@@ -131,16 +131,39 @@ async def test_rule_and_judge_are_summed_and_one_that_fails_fails_the_response()
     assert (stats.num_scored, stats.num_errors, stats.num_timed_out) == (1, 2, 0)
 
 
+async def test_rule_judge_and_another_are_one_sum_and_what_each_says_is_among_the_details() -> None:
+    with judging(lambda body: "yes") as (url, _):
+        judge = Genrm(GenrmConfig(urls=(url,), prompt="{response}"), lambda: (), load_deadline_s=120)
+        beside = Lengths()
+        async with RewardPool(f"{HERE}:ruled", load_deadline_s=120, judges=[(judge, 0.5), (beside, 2.0)]) as pool:
+            all_three, without = await pool.score([item("abc"), item("unscored")])
+    assert all_three == RewardResult(9.5, {"genrm": 1.0, "said": "yes", "scorer": 3.0, "rule": 3.0})
+    assert without == RewardResult(None, {"genrm": 1.0, "said": "yes", "rule": 8.0}, "planted", brief="planted")
+
+
+class Lengths:
+    """Scores beside the judge."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def score(self, items: Sequence[RewardItem]) -> list[RewardResult]:
+        failed = RewardResult(None, {}, "planted", brief="planted")
+        made = [RewardResult(float(len(each.response)), {"scorer": float(len(each.response))}) for each in items]
+        return [failed if each.response == "unscored" else result for each, result in zip(items, made, strict=True)]
+
+
 async def test_a_judge_that_returns_elsewhere_is_found_and_no_question_is_lost(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("k")
-    records = Records(tmp_path)
-    (tmp_path / FOLDER).mkdir()
+    records = Records(tmp_path, "genrm")
+    (tmp_path / "genrm").mkdir()
 
     def serve(url: str, name: str) -> None:
         aside = tmp_path / name
         aside.write_bytes(orjson.dumps({"url": url, "token_path": str(key), "pid": os.getpid()}))
-        aside.replace(tmp_path / FOLDER / "genrm-0.json")
+        aside.replace(tmp_path / "genrm" / "genrm-0.json")
 
     config = GenrmConfig.model_validate({"model": {"path": "m"}, "prompt": "{response}"})
     with judging(lambda _: "yes") as (url, asked):
@@ -158,7 +181,7 @@ async def test_a_judge_that_returns_elsewhere_is_found_and_no_question_is_lost(t
 
 
 def test_no_record_is_no_judge_nor_is_one_that_just_left(tmp_path: Path) -> None:
-    records, folder, key = Records(tmp_path), tmp_path / FOLDER, tmp_path / "key"
+    records, folder, key = Records(tmp_path, "genrm"), tmp_path / "genrm", tmp_path / "key"
     assert records() == []
     folder.mkdir()
     (folder / "genrm-0.json").symlink_to(tmp_path / "removed after it was listed")

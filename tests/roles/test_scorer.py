@@ -1,11 +1,11 @@
-"""A reward model as the judge: its numbers are those of transformers, whatever is asked beside, and a question outlives it."""
+"""A reward model in its role: its numbers are those of transformers, whatever is asked beside, and a question outlives it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,9 +20,10 @@ from rondo.models.tiny import qwen3
 from rondo.models.value_head import ENDS
 from rondo.roles.config import JobConfig
 from rondo.roles.data.datasets import RowError
-from rondo.roles.reward_model import Encoder, check_reward_model, scoring
-from rondo.roles.rewards.genrm import Genrm, Records
+from rondo.roles.rewards.genrm import Records
 from rondo.roles.rewards.pool import RewardItem
+from rondo.roles.rewards.scorer import Scorer
+from rondo.roles.scorer import Encoder, check_reward_model, scoring
 from rondo.runtime.errors import ConfigError
 
 CHAT = [{"role": "user", "content": "1+1"}]
@@ -46,9 +47,7 @@ def job(folder: Path, *, chat: bool = True, deterministic: bool = False, **judge
             "name": "test", "num_steps": 1, "model": {"path": str(folder / "base")}, "deterministic": deterministic,
             "data": {"rows": "m:f", "apply_chat_template": chat},
             "rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_new_tokens": 8},
-            "genrm": {
-                "model": {"path": str(folder / "rm"), "dtype": "float32"}, "answers": "score", "max_prompt_tokens": 100
-            } | judge,
+            "scorer": {"model": {"path": str(folder / "rm"), "dtype": "float32"}, "max_prompt_tokens": 100} | judge,
         }
     )  # fmt: skip
 
@@ -65,7 +64,7 @@ def by_transformers(folder: Path, prompt: Any, response: str) -> float:
 class Context:
     """A worker's, of a process that is alone."""
 
-    rank, world_size, group, token, load_s = 0, 1, "genrm-0", "own", 60.0
+    rank, world_size, group, token, load_s = 0, 1, "scorer-0", "own", 60.0
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = self.rt_dir = run_dir
@@ -86,16 +85,20 @@ class Context:
 
 
 def serving(config: JobConfig, run_dir: Path) -> tuple[Context, Any]:
-    assert config.genrm is not None and config.genrm.model is not None
+    assert config.scorer is not None
     run_dir.mkdir(exist_ok=True)
-    own = SimpleNamespace(config=config, genrm_path=config.genrm.model.path, device="cpu", judges_alone=True)
+    paths = {"scorer": config.scorer.model.path}
+    own = SimpleNamespace(config=config, judge_paths=paths, device="cpu", scores_alone=True)
     ctx = Context(run_dir)
     return ctx, scoring(ctx, own)  # type: ignore[arg-type]
 
 
-def judging(config: JobConfig, run_dir: Path) -> Genrm:
-    assert config.genrm is not None
-    return Genrm(config.genrm, Records(run_dir), load_deadline_s=1)
+@asynccontextmanager
+async def judging(config: JobConfig, run_dir: Path) -> AsyncIterator[Scorer]:
+    assert config.scorer is not None
+    scorer = Scorer(config.scorer, Records(run_dir, "scorer"))
+    yield scorer
+    await scorer.close()
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
@@ -115,7 +118,7 @@ async def test_each_response_has_the_number_that_transformers_gives_it(
             assert "must have 2 to 100 tokens of the reward model's, got 2" in (result.error or "")
         else:
             assert result.score == pytest.approx(by_transformers(folder, prompt, said), abs=1e-5), said
-            assert result.details == {"genrm": result.score} and result.error is None
+            assert result.details == {"scorer": result.score} and result.error is None
     assert len({result.score for result in found}) == 5
     assert (again.score == found[0].score) if deterministic else again.score == pytest.approx(found[0].score, abs=1e-5)
     assert (stats.verdicts, stats.no_verdict, stats.answers) == (5, 1, 2) and stats.prompt_tokens > 30
@@ -171,13 +174,43 @@ def test_a_model_of_the_job_is_asked_at_the_end_of_sequence_and_others_behind_th
     assert Encoder(job(folder), str(own)).tokens(CHAT, "2").tolist() == expected != whole
 
 
+SHOWS_TOOLS = "{% if tools %}{% for tool in tools %}[{{ tool.name }}]{% endfor %}{% endif %}"
+
+
+async def test_the_tools_that_the_policy_was_shown_are_shown_to_it(folder: Path, tmp_path: Path) -> None:
+    config, path, tool = job(folder), str(folder / "rm"), {"name": "add"}
+    told = config.data.model_copy(update={"chat_template_args": {"tools": [tool], "not": "its"}})  # of an environment
+    plain, given = Encoder(config, path), Encoder(config.model_copy(update={"data": told}), path)
+    for encoder in (plain, given):
+        encoder._tokenizer.chat_template = SHOWS_TOOLS + encoder._tokenizer.chat_template
+    before = plain.tokens(CHAT, "2").tolist()
+    shown = plain.tokens(CHAT, "2", [tool]).tolist()
+    assert shown == [*plain._tokenizer("[add]").input_ids, *before] == given.tokens(CHAT, "2").tolist()
+
+    asked: dict[str, Any] = {}
+
+    class Client:
+        url = "http://scorer"
+
+        async def post(self, path: str, body: dict[str, Any], **_: Any) -> dict[str, Any]:
+            asked.update(body)
+            return {"scores": [1.0], "errors": [None], "num_tokens": 1}
+
+        async def __aexit__(self) -> None: ...
+
+    clients: Any = [Client()]
+    assert config.scorer is not None
+    await Scorer(config.scorer, lambda: clients).score([RewardItem("2", prompt=CHAT, tools=(tool,))])
+    assert asked == {"answers": [{"prompt": CHAT, "response": "2", "tools": [tool]}]}
+
+
 def test_padding_at_the_end_is_not_scored_and_what_is_too_long_fails_or_is_cut(folder: Path) -> None:
     path = str(folder / "rm")
     encoder = Encoder(job(folder), path)
     plain = encoder.tokens(CHAT, "2")
     encoder._pad = int(plain[-1])
     assert encoder.tokens(CHAT, "2").tolist() == plain[:-1].tolist()
-    with pytest.raises(RowError, match=r"must have 2 to 6 tokens of the reward model's, got \d+\. Raise genrm"):
+    with pytest.raises(RowError, match=r"must have 2 to 6 tokens of the reward model's, got \d+\. Raise scorer"):
         Encoder(job(folder, max_prompt_tokens=6), path).tokens(CHAT, "2")
     cut = Encoder(job(folder, max_prompt_tokens=6, too_long="cut"), path)
     np.testing.assert_array_equal(cut.tokens(CHAT, "2"), plain[-6:])

@@ -1,7 +1,7 @@
-"""A reward model as the judge: sequence classification with one label, whose number for a whole answer is its score.
+"""scorer: a reward model's own process: sequence classification with one label, whose number for a whole answer is its score.
 
 Owns how an answer becomes the tokens that are scored, what goes through the model at once, and the ranks that have a shard of it
-each. Does not own when it is there (`genrm.py`), who asks it (`rewards/genrm.py`), or the forward (`training/reward_model.py`).
+each. Does not own when it is there (`genrm.py`), who asks it (`rewards/scorer.py`), or the forward (`training/reward_model.py`).
 
     POST /scores -> its own chat template and tokenizer -> waits for room -> a forward of all that wait -> a number each
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from aiohttp import web
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from rondo.models.config import MeshConfig
 from rondo.models.load import empty_model, load_config, load_tokenizer, tensors_of
@@ -35,8 +35,9 @@ from rondo.roles.config import JobConfig
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.prompts import as_shown, render_prompt
 from rondo.roles.forward import REPORT_S
-from rondo.roles.job import Job
-from rondo.roles.rewards.genrm import FOLDER, SCORES
+from rondo.roles.genrm import Watching, there
+from rondo.roles.job import Job, open_job
+from rondo.roles.rewards.scorer import SCORES
 from rondo.roles.serve.app import DRAIN_S
 from rondo.roles.serve.endpoint import announced
 from rondo.roles.serve.service import Failed, failed
@@ -55,11 +56,23 @@ _STOPS = -1
 _NO_LIMIT = 1 << 40
 
 
+class ScorerRole:
+    role = "scorer"
+
+    def __init__(self, ctx: WorkerContext) -> None:
+        self._ctx = ctx
+
+    async def run(self) -> None:
+        job = await open_job(self._ctx)
+        await there(self._ctx, job, self.role, scoring(self._ctx, job))
+
+
 class Answer(Section):
-    """A prompt as the data has it, and what was answered."""
+    """A prompt as the data has it, what was answered, and the tools of the row."""
 
     prompt: str | list[dict[str, Any]]
     response: str
+    tools: list[dict[str, Any]] = Field(default_factory=list)
 
 
 class Answers(Section):
@@ -82,9 +95,9 @@ def check_reward_model(path: str) -> Any:
     [kind, *_] = config.architectures or ["none"]
     if not kind.endswith("ForSequenceClassification") or heads != [SCORE] or config.num_labels != 1:
         raise ConfigError(
-            f"genrm.model must be one for sequence classification with one label and {SCORE}, with genrm.answers 'score', got "
-            f"{path!r}: {kind} with {config.num_labels} labels and {', '.join(heads) or 'no head'}. Name a reward model, such as "
-            "the folder that job 'reward_model' writes"
+            f"scorer.model must be one for sequence classification with one label and {SCORE}, got {path!r}: {kind} with "
+            f"{config.num_labels} labels and {', '.join(heads) or 'no head'}. Name a reward model, such as the folder that job "
+            "'reward_model' writes"
         )
     model = empty_model(path)
     give_value_head(model)
@@ -96,10 +109,11 @@ class Encoder:
     """Answers as the reward model at `path` takes them, with its own tokenizer and template."""
 
     def __init__(self, config: JobConfig, path: str) -> None:
-        judge, data = config.genrm, config.data
+        judge, data = config.scorer, config.data
         assert judge is not None
         self._tokenizer = load_tokenizer(path, needs_chat_template=data.apply_chat_template)
-        own = {"chat_template_args": judge.chat_template_args, "too_long": "drop"}
+        shown = {name: value for name, value in data.chat_template_args.items() if name == "tools"}
+        own = {"chat_template_args": shown | judge.chat_template_args, "too_long": "drop"}
         self._source, self._most, self._cuts = (
             data.model_copy(update=own),
             judge.max_prompt_tokens,
@@ -108,13 +122,13 @@ class Encoder:
         found = load_config(path)
         self._ends, self._pad = getattr(found, ENDS, False), found.get_text_config().pad_token_id
 
-    def tokens(self, prompt: Any, response: str, *, limits: bool = True) -> np.ndarray:
+    def tokens(self, prompt: Any, response: str, tools: Sequence[Any] = (), *, limits: bool = True) -> np.ndarray:
         """int32 [T], 2 <= T. RowError for an answer that is too long, where `limits` is not False, or that the template does not
         take.
 
-        The whole chat as the template writes it. Of a model that job "reward_model" has trained, and of plain text, the prompt as
-        for the policy, the answer and the end of sequence."""
-        row, tokenizer = Row("an answer to score", prompt, None, {}), self._tokenizer
+        The whole chat as the template writes it, with the tools that the policy was shown. Of a model that job "reward_model" has
+        trained, and of plain text, the prompt as for the policy, the answer and the end of sequence."""
+        row, tokenizer = Row("an answer to score", prompt, None, {}, tools=tools), self._tokenizer
         if self._ends or not self._source.apply_chat_template:
             begin = render_prompt(tokenizer, row, self._source, _NO_LIMIT)
             if tokenizer.eos_token_id is None:
@@ -138,7 +152,7 @@ class Encoder:
         if len(found) < 2 or (limits and len(found) > self._most and not self._cuts):
             raise RowError(
                 f"{row.name}: prompt and response must have 2 to {self._most} tokens of the reward model's, got {len(found)}. "
-                "Raise genrm.max_prompt_tokens, or set genrm.too_long to 'cut'"
+                "Raise scorer.max_prompt_tokens, or set scorer.too_long to 'cut'"
             )
         return found[-self._most :] if limits else found
 
@@ -147,8 +161,8 @@ class RewardModel:
     """Its weights, cut over `mesh` (collective). Runs on the compute thread."""
 
     def __init__(self, job: Job, mesh: Mesh) -> None:
-        judge, path = job.config.genrm, job.genrm_path
-        assert judge is not None and judge.model is not None
+        judge, path = job.config.scorer, job.judge_paths[ScorerRole.role]
+        assert judge is not None
         train = job.config.train.model_copy(update={"dtype": judge.model.dtype, "encoders": "replicate"})
         config = job.config.model_copy(update={"model": judge.model, "train": train})
         self._model, self._packing = open_model(
@@ -221,10 +235,10 @@ class _Waiting:
 
 
 @asynccontextmanager
-async def scoring(ctx: WorkerContext, job: Job) -> AsyncIterator[Callable[[], Awaitable[None]]]:
+async def scoring(ctx: WorkerContext, job: Job) -> AsyncIterator[Watching]:
     """Scores while the body lasts; what it yields ends where that ends. Of a group of its own the first process listens, and all
     have a shard; beside other roles each has the whole."""
-    judge, cuts = job.config.genrm, job.judges_alone and ctx.world_size > 1
+    role, judge, cuts = ScorerRole.role, job.config.scorer, job.scores_alone and ctx.world_size > 1
     assert judge is not None
 
     def opened() -> RewardModel:
@@ -234,7 +248,7 @@ async def scoring(ctx: WorkerContext, job: Job) -> AsyncIterator[Callable[[], Aw
 
     with ctx.section("load", ctx.load_s):
         model = await ctx.compute(opened)
-        encoder = await ctx.compute(Encoder, job.config, job.genrm_path)
+        encoder = await ctx.compute(Encoder, job.config, job.judge_paths[role])
     if cuts and ctx.rank:
 
         async def follow() -> None:
@@ -263,8 +277,8 @@ async def scoring(ctx: WorkerContext, job: Job) -> AsyncIterator[Callable[[], Aw
     working = asyncio.create_task(work())
     try:
         async with _listening(encoder, waits, ctx.token) as url:
-            record = ctx.run_dir / FOLDER / f"{ctx.group}.{ctx.rank}.json"
-            async with announced(ctx, record, url, ctx.rt_dir / "token", "genrm"):
+            record = ctx.run_dir / role / f"{ctx.group}.{ctx.rank}.json"
+            async with announced(ctx, record, url, ctx.rt_dir / "token", role):
                 yield lambda: asyncio.shield(working)
     finally:
         working.cancel()
@@ -281,7 +295,7 @@ async def _listening(encoder: Encoder, waits: _Waiting, token: str) -> AsyncIter
         found = list[np.ndarray | str]()
         for each in answers:
             try:
-                found.append(encoder.tokens(each.prompt, each.response))
+                found.append(encoder.tokens(each.prompt, each.response, each.tools))
             except RowError as error:
                 found.append(str(error))
         return found
