@@ -216,6 +216,15 @@ def shared_prompts(f: Figures) -> Iterator[Row]:
     )
 
 
+def tree(f: Figures) -> Iterator[Row]:
+    yield (
+        "forward and backward of rows that begin alike, together over row by row: 8 samples of 6 turns, a session with 4 "
+        "branches, and rows as in AReaL's tau2 example at a sixteenth of its lengths, which it does not publish: not to be "
+        "compared with the 7x that it publishes for GPUs and its own packing",
+        ", ".join(f"{name} {case['ratio']:.2f}x" for name, case in f["results"].items()),
+    )
+
+
 def paper(f: Figures) -> Iterator[Row]:
     yield (
         "a step at the scale of arXiv 2604.11554 by replay (roles wait for published or assumed stage times instead of "
@@ -527,7 +536,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("start", start), ("chaos", chaos), ("scale", scale), ("soak", soak), ("faults", faults), ("strangers", strangers),
     ("hostile", hostile), ("rewards", rewards),
     ("autoscale", autoscale), ("calls", calls),
-    ("trl", trl), ("trl_pretrained", trl_pretrained), ("shared_prompts", shared_prompts), ("paper", paper),
+    ("trl", trl), ("trl_pretrained", trl_pretrained), ("shared_prompts", shared_prompts), ("tree", tree), ("paper", paper),
     ("generation", generation), ("serve", serve), ("dispatch", dispatch), ("sglang_weights", sglang_weights), ("ring", ring),
     ("bus", bus), ("growth", growth), ("link", link), ("weights", weights), ("fit", fit), ("omni", omni), ("media", media),
     ("experts", experts), ("experts_gap", experts), ("experts_memory", experts), ("staleness", staleness),

@@ -223,6 +223,7 @@ BY_HAND = {
     "rondo bench scale",
     "rondo bench experts",
     "rondo bench shared_prompts",
+    "rondo bench tree",
     "rondo bench soak",
     "rondo bench start",
     "rondo bench staleness docs/staleness --steps 100",
