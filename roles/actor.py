@@ -34,6 +34,7 @@ from rondo.roles.job import SLAB, open_job, timed
 from rondo.roles.training.adapter_probe import Prober
 from rondo.roles.training.adapter_probe import write as write_probe
 from rondo.roles.training.backend import Backend
+from rondo.roles.training.hooks import Hooks
 from rondo.roles.training.mismatch import Canary, refuse_gap
 from rondo.roles.training.objective import PolicyObjective, open_policy
 from rondo.roles.training.parity import ParityLog
@@ -63,6 +64,7 @@ class ActorRole(TrainableRole):
         self._read_ahead: dict[str, Read] = {}  # by the round's key
         self._kept: TrainedSamples | None = None
         self._window: Window | None = None
+        self._hooks = Hooks()
 
     async def run(self) -> None:
         ctx = self._ctx
@@ -89,6 +91,7 @@ class ActorRole(TrainableRole):
         with ctx.section("load", ctx.load_s):
             await ctx.compute(ctx.init_process_group, job.device)
             self._trainer = await ctx.compute(self._open_trainer)
+            self._hooks = await ctx.compute(Hooks, job.config.train.before_step, job.config.train.after_step)
             if ctx.rank == 0:
                 await ctx.report("attention", asdict(chosen(self._trainer.model)) | {"dtype": job.config.train.dtype})
                 await ctx.report("device", self._work.told())
@@ -128,6 +131,7 @@ class ActorRole(TrainableRole):
     async def _step(self, step: int) -> bool:
         async with self._job.turns.training():
             if self._job.config.trains_policy(step):
+                await self._ctx.working("before_step", self._hooks.before, step)
                 return await self._profiled(step)
             if await self._settled():  # a step that trains the critic alone
                 self._begin_settle(step + 1, [], await self._probed(), behind="critic")
@@ -222,6 +226,8 @@ class ActorRole(TrainableRole):
         if self._ctx.rank == 0:
             with self._ctx.span("wait for coordinator", step=step):
                 metrics |= await self._job.bus.call("step_on_bus", step)
+        metrics |= await self._ctx.working("after_step", self._hooks.after, step, metrics)
+        if self._ctx.rank == 0:
             with self._ctx.span("report", step=step):
                 await self._ctx.report("metrics", metrics)
             if trains:

@@ -23,6 +23,7 @@ from rondo.launch.alert.settings import AlertsConfig
 from rondo.launch.check.findings import Report
 from rondo.launch.config import RunConfig
 from rondo.roles.algorithms.algorithm import AlgorithmConfig
+from rondo.roles.training.hooks import AFTER, BEFORE
 from rondo.runtime.config import SandboxConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
@@ -42,9 +43,14 @@ def look_at_own(config: RunConfig, report: Report) -> None:
             report.add("ok", f"{setting} works on a dummy batch")
 
         report.look(look, setting)
-    if config.train.after_save is not None:
-        reference = config.train.after_save.function
-        report.look(partial(_try_after_save, reference), "train.after_save.function")
+    train, saved = config.train, "train.after_save.function"
+    for setting, reference, names in (
+        (saved, train.after_save.function if train.after_save is not None else None, ("path", "step")),
+        (BEFORE, train.before_step, ("step",)),
+        (AFTER, train.after_step, ("step", "metrics")),
+    ):
+        if reference is not None:
+            report.look(partial(_loads, setting, reference, *names), setting)
     if config.sandbox != SandboxConfig() or _asks_for_a_sandbox(config):
         report.look(partial(_try_sandbox, config, report), "sandbox")
 
@@ -111,6 +117,10 @@ def _load(setting: str, reference: str, *names: str) -> Callable[..., Any]:
     return function
 
 
+def _loads(setting: str, reference: str, *names: str) -> None:
+    _load(setting, reference, *names)
+
+
 def _try_advantage(reference: str) -> None:
     from rondo.roles.algorithms.advantages import of_tokens
 
@@ -168,10 +178,6 @@ def _try_rule(setting: str, reference: str) -> None:
     said = _load(setting, reference, "recent")(Recent(Path.cwd(), (), (), (), 0.0, None, AlertsConfig()))
     if not isinstance(said, str | None):
         raise ConfigError(f"{setting} must return a message or None, got {said!r} before the first step. Correct it")
-
-
-def _try_after_save(reference: str) -> None:
-    _load("train.after_save.function", reference, "path", "step")
 
 
 def _try_role(role: str, reference: str) -> None:

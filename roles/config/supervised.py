@@ -31,6 +31,8 @@ _OF_STEPS = (
     "release_memory",
     "router_replay",
     "max_log_prob_gap",
+    "before_step",
+    "after_step",
 )
 
 

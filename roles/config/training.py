@@ -98,6 +98,11 @@ class TrainConfig(OptimizerConfig):
     best: BestConfig | None = None
     """Keeps the best checkpoint, too."""
     after_save: AfterSaveConfig | None = None
+    before_step: FunctionRef | None = None
+    """`def begins(step: int) -> None`, in every process of the actor before each step that trains the policy."""
+    after_step: FunctionRef | None = None
+    """`def ended(step: int, metrics: dict) -> dict | None`, there and after each, before it is committed; numbers that it returns
+    in process 0 are metrics of the step too."""
     wait_for_room_s: float = Field(21_600.0, ge=0)
     """How long the last save waits for room on a full disk before the run ends without it. One during the run waits beside the
     training until its snapshot's place is needed, or the next is due."""

@@ -171,6 +171,23 @@ def test_the_function_after_each_save_is_taken_along_and_must_take_path_and_step
     assert taken.train.after_save.function == f"{tmp_path}/run/code/hooks.py:saved"
 
 
+def test_functions_around_a_step_are_taken_along_and_must_take_what_they_are_given(tmp_path: Path) -> None:
+    (tmp_path / "hooks.py").write_text("def begins(step): ...\ndef ended(step, metrics): ...\n")
+    right, wrong = (
+        load(
+            write(tmp_path), [f"train.before_step={tmp_path}/hooks.py:{a}", f"train.after_step={tmp_path}/hooks.py:{b}"]
+        )
+        for a, b in (("begins", "ended"), ("ended", "begins"))
+    )
+    assert found(right) == []
+    assert [(level, text.partition(", got")[0]) for level, text in found(wrong)] == [
+        ("error", "train.before_step must take (step)"),
+        ("error", "train.after_step must take (step, metrics)"),
+    ]
+    taken = take(right, tmp_path / "demo_config.py", tmp_path / "run" / "code")
+    assert taken.train.after_step == f"{tmp_path}/run/code/hooks.py:ended"
+
+
 def test_a_sandbox_that_is_asked_for_is_tried_and_one_that_runs_nothing_is_an_error(tmp_path: Path) -> None:
     works = 'sandbox.command=["sh","-c","cd {folder} && \\"$@\\"","run"]'
     assert found(config_of(tmp_path, works)) == [("ok", "sandbox runs commands (as you say)")]
