@@ -26,13 +26,16 @@ DAPO = (
     '\n\nRemember to put your answer on its own line after "Answer:".',
 )
 BELOW = "Which of the two digits are below five?"
-WRITTEN_OPTIONS = ("A. both", "B. only the left one", "C. only the right one", "D. neither")
 BOTH_OPTIONS = ("A. both", "B. only the one in the picture", "C. only the one that is said", "D. neither")
-HEARD, HEARD_OPTIONS = "Among which is the digit that is said?", ("A. 0, 1, 2", "B. 3, 4", "C. 5, 6, 7", "D. 8, 9")
-SHOWN_CHOICES = ("both", "only the first one", "only the last one", "neither", "no digit is shown")
+HEARD, SEEN = "Among which is the digit that is said?", "Among which is the digit that is shown?"
+FOUR_CHOICES, FIVE_CHOICES = ("0, 1, 2", "3, 4", "5, 6, 7", "8, 9"), ("0, 1", "2, 3", "4, 5", "6, 7", "8, 9")
+FOUR_OPTIONS, FIVE_OPTIONS = (
+    tuple(f"{letter}. {choice}" for letter, choice in zip("ABCDE", choices, strict=False))
+    for choices in (FOUR_CHOICES, FIVE_CHOICES)
+)
+FOUR = "AAABBCCCDD"
 WORDS = (
-    *DAPO, "<answer>", "</answer>", BELOW, *WRITTEN_OPTIONS, *BOTH_OPTIONS[1:3], HEARD, *HEARD_OPTIONS,
-    "B. only the first one", "C. only the last one", "E. no digit is shown",
+    *DAPO, "<answer>", "</answer>", BELOW, *BOTH_OPTIONS, HEARD, SEEN, *FOUR_OPTIONS, *FIVE_OPTIONS,
 )  # fmt: skip
 """What a tiny model's tokenizer has whole."""
 
@@ -74,17 +77,16 @@ def aime(folder: Path, num_rows: int) -> dict[str, str]:
 
 
 def open_r1(folder: Path, num_rows: int) -> dict[str, str]:
-    """lmms-lab/multimodal-open-r1-8k-verified: parquet of a picture, as Hugging Face's Image, and texts; of two digits."""
+    """lmms-lab/multimodal-open-r1-8k-verified: parquet of a picture, as Hugging Face's Image, and texts; of a digit."""
     import pyarrow
     import pyarrow.parquet
 
-    pictures, problem, rows = media("image", 2 * num_rows), "\n".join((BELOW, *WRITTEN_OPTIONS)), []
-    for number in range(num_rows):
-        (left, first), (right, second) = pictures[2 * number : 2 * number + 2]
-        answer = "ABCD"[below(first, second)]
+    problem, rows = "\n".join((SEEN, *FOUR_OPTIONS)), []
+    for picture, digit in media("image", num_rows):
+        answer = FOUR[digit]
         rows.append(
             {
-                "image": {"bytes": beside(left, right), "path": None}, "problem": problem,
+                "image": {"bytes": picture, "path": None}, "problem": problem,
                 "solution": f"<think>It can be seen.</think>\n\n<answer>{answer}</answer>",
                 "original_question": problem, "original_answer": answer,
             }
@@ -113,7 +115,7 @@ def avqa(folder: Path, num_rows: int, num_held_out: int, *, picture: bool = True
                 (folder / part / path["image"]).write_bytes(drawn)
                 right, problem, options = "ABCD"[below(seen, heard)], BELOW, BOTH_OPTIONS
             else:
-                right, problem, options = "AAABBCCCDD"[heard], HEARD, HEARD_OPTIONS
+                right, problem, options = FOUR[heard], HEARD, FOUR_OPTIONS
             rows.append(
                 {
                     "problem_id": number, "problem": problem, "data_type": "image_audio" if picture else "audio",
@@ -128,31 +130,27 @@ def avqa(folder: Path, num_rows: int, num_held_out: int, *, picture: bool = True
 
 
 def nextqa(folder: Path, num_rows: int) -> dict[str, str]:
-    """NExT-QA's multiple choice: CSV, and a file `ID.mp4` for each video: one digit, then another one, for two seconds each."""
-    pictures, columns = media("image", 2 * num_rows), [f"a{number}" for number in range(5)]
+    """NExT-QA's multiple choice: CSV, and a file `ID.mp4` for each video: a digit that moves, four seconds long."""
+    draw, columns = random.Random("moves"), [f"a{number}" for number in range(5)]
     videos, path = folder / "NExTVideo", folder / "train.csv"
     videos.mkdir(exist_ok=True)
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
         named = ["video", "frame_count", "width", "height", "question", "answer", "qid", "type", *columns]
         writer.writerow(named)
-        for number in range(num_rows):
-            (first, early), (last, late) = pictures[2 * number : 2 * number + 2]
-            (videos / f"{number}.mp4").write_bytes(video([first, first, last, last]))
-            asked, right = BELOW.rstrip("?").lower(), below(early, late)
-            writer.writerow([number, 4, 28, 28, asked, right, 0, "TN", *SHOWN_CHOICES])
+        for number, (picture, digit) in enumerate(media("image", num_rows)):
+            (videos / f"{number}.mp4").write_bytes(video([picture, *(moved(picture, draw) for _ in range(3))]))
+            asked = SEEN[0].lower() + SEEN[1:].rstrip("?")
+            writer.writerow([number, 4, 28, 28, asked, digit // 2, 0, "DO", *FIVE_CHOICES])
     return {"data.path": str(path), "media.root": str(videos)}
 
 
-def beside(left: bytes, right: bytes) -> bytes:
-    """Two pictures as one."""
-    from PIL import Image
+def moved(picture: bytes, draw: random.Random) -> bytes:
+    """A picture, by up to three pixels each way."""
+    from PIL import Image, ImageChops
 
-    found = [Image.open(io.BytesIO(picture)).convert("L") for picture in (left, right)]
-    whole, file = Image.new("L", (found[0].width + found[1].width, found[0].height)), io.BytesIO()
-    whole.paste(found[0], (0, 0))
-    whole.paste(found[1], (found[0].width, 0))
-    whole.save(file, "PNG")
+    whole, file = Image.open(io.BytesIO(picture)).convert("L"), io.BytesIO()
+    ImageChops.offset(whole, draw.randint(-3, 3), draw.randint(-3, 3)).save(file, "PNG")
     return file.getvalue()
 
 
@@ -174,7 +172,7 @@ def video(pictures: Sequence[bytes]) -> bytes:
 
 
 def media(kind: str, count: int) -> list[tuple[Any, int]]:
-    """The first pictures or sounds, and their digits."""
+    """The first pictures or sounds, and their digits, which those of another kind do not tell."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         digits = __import__("digits")
@@ -182,7 +180,8 @@ def media(kind: str, count: int) -> list[tuple[Any, int]]:
         sys.path.remove(str(EXAMPLES))
     if os.environ.get("DIGITS") is None:
         draw, make = random.Random(kind), digits._drawn if kind == "image" else digits._dialled
-        return [(make(number % 10, draw), number % 10) for number in range(count)]
+        chosen = [draw.randrange(10) for _ in range(count)]
+        return [(make(digit, draw), digit) for digit in chosen]
     found: list[tuple[Any, int]] = digits._all_media(kind)
     if len(found) < count:
         raise SystemExit(f"rows must be at most the {len(found)} of kind {kind}, got {count}. Ask for fewer")

@@ -1,6 +1,6 @@
 """Do the recipes learn? Each on rows of its data set's very form, with its column maps, prompt and reward, and a tiny model.
 
-    rondo bench recipes                                  # drawn, dialled and moved digits
+    rondo bench recipes                                  # drawn, dialled and moving digits
     rondo bench recipes --data PATH/TO/data              # handwriting (mnist/) and speech (fsdd/)
     rondo bench recipes --cells image --seeds 0
 
@@ -34,7 +34,7 @@ CELLS = {
     "mixed": "avqa_qwen3_omni_30b_lora",
 }
 NUM_HELD_OUT = 256
-WARM_UP = {"steps": 450, "batch_size": 16, "lr": 2e-3, "warmup_steps": 20, "micro_batch_tokens": 16384}
+WARM_UP = {"steps": 400, "batch_size": 48, "lr": 3e-3, "warmup_steps": 20, "micro_batch_tokens": 16384}
 
 
 def config_of(cell: str) -> Path:
@@ -48,9 +48,9 @@ def rows_of(cell: str, folder: Path) -> dict[str, str]:
         shutil.rmtree(made, ignore_errors=True)
         made.mkdir(parents=True)
         found = {
-            "image": lambda: recipe_rows.open_r1(made, 2000),
+            "image": lambda: recipe_rows.open_r1(made, 2200 + NUM_HELD_OUT),
             "audio": lambda: recipe_rows.avqa(made, 2200, NUM_HELD_OUT, picture=False),
-            "video": lambda: recipe_rows.nextqa(made, 1500),
+            "video": lambda: recipe_rows.nextqa(made, 1500 + NUM_HELD_OUT),
             "mixed": lambda: recipe_rows.avqa(made, 2200, NUM_HELD_OUT),
         }[cell]()
         done.write_text(json.dumps(found))
@@ -118,7 +118,7 @@ def main() -> None:
     found: dict[str, dict[str, list[Any]]] = {name: {} for name in options.cells}
     for seed in options.seeds:
         for name in options.cells:
-            of: Mapping[str, Any] = {"cell": name, "seed": seed, "steps": options.steps, "warm_up": WARM_UP["steps"]}
+            of: Mapping[str, Any] = {"cell": name, "seed": seed, "steps": options.steps, "warm_up": WARM_UP}
             figures = cells.made(of, lambda name=name, seed=seed: measured(name, seed, options.steps, folder))
             for key, value in figures.items():
                 found[name].setdefault(key, []).append(value)

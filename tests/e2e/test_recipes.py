@@ -23,8 +23,8 @@ NUM_ROWS = 12
 RECIPES: dict[str, tuple[Callable[[Path], dict[str, str]], str, str | None]] = {
     "avqa_qwen3_omni_30b_lora": (lambda to: recipe_rows.avqa(to, NUM_ROWS, 4), "below five?", "mixed"),
     "dapo_math_qwen3_4b": (lambda to: recipe_rows.dapo(to, NUM_ROWS) | recipe_rows.aime(to, 4), "last line", None),
-    "open_r1_qwen3_vl_4b": (lambda to: recipe_rows.open_r1(to, NUM_ROWS), "only the left one", "image"),
-    "nextqa_qwen3_omni_30b_lora": (lambda to: recipe_rows.nextqa(to, NUM_ROWS), "only the last one", "video"),
+    "open_r1_qwen3_vl_4b": (lambda to: recipe_rows.open_r1(to, NUM_ROWS), "8, 9", "image"),
+    "nextqa_qwen3_omni_30b_lora": (lambda to: recipe_rows.nextqa(to, NUM_ROWS), "8, 9", "video"),
 }
 """Recipe -> (its rows, what its questions hold, the kind of its rows)."""
 

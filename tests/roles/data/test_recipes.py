@@ -86,6 +86,12 @@ def test_rows_of_avqa_show_picture_and_sound_of_their_own_part_and_ask_for_a_let
         assert scores(config, row.label, f"<answer>{letter}</answer>", *others, letter) == [1.0, 0.0, 0.0, 0.0, 0.0]
 
 
+def test_the_digit_in_a_picture_does_not_tell_which_one_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DIGITS", raising=False)
+    seen, heard = ([digit for _, digit in recipe_rows.media(kind, 400)] for kind in ("image", "audio"))
+    assert len(set(zip(seen, heard, strict=True))) > 90  # of 100 pairs
+
+
 def test_rows_of_nextqa_show_the_file_of_their_video_and_ask_for_a_letter(tmp_path: Path) -> None:
     config, train, _ = opened("nextqa_qwen3_omni_30b_lora", tmp_path)
     row = train.row(0)
@@ -94,7 +100,7 @@ def test_rows_of_nextqa_show_the_file_of_their_video_and_ask_for_a_letter(tmp_pa
     assert (config.media.root / str(video.source)).is_file() and row.label in "ABCDE"
     _, user = messages_of(row, config.data)
     assert user["content"][-1]["text"].startswith(
-        "Which of the two digits are below five?\n\nA. both\nB. only the first one"
+        "Among which is the digit that is shown?\n\nA. 0, 1\nB. 2, 3\nC. 4, 5"
     )
     assert scores(config, row.label, f"<think>so</think><answer>{row.label}</answer>", row.label) == [1.0, 0.0]
 
