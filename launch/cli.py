@@ -333,6 +333,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     _add_sets(add, "place roles otherwise than before: --set groups.1.processes=2")
     text = "go on with data, packages or code that are not those the run began with"
     add("--accept-changes", action="store_true", help=text)
+    add("--reset-optimizer", action="store_true", help="with the weights alone: its moments and schedule begin anew")
     _add_checkpoint(add)
     text = "Say what ended a run, where it is over; which role limits it, who waits for whom, and what to change."
     verb("explain", _in("rondo.launch.report.explain", "show"), text, run, steps, as_json)

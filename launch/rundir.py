@@ -9,7 +9,7 @@ when that process ends, however it ends, so nothing stale is ever left to clean.
       config.py  code/  config.resolved.json (0600)  environment.json (0600)  format.json  summary.json
       manifest.json (0600)  git.diff (0600)
       supervisor.json (0600, while it runs)  view.json (0600, of a dashboard)
-      best -> checkpoints/step_000040  best.json  after_save.json
+      best -> checkpoints/step_000040  best.json  after_save.json  optimizer_resets.json
       metrics.jsonl  events.jsonl  timeline/  logs/attempt_0/  journal/  samples/  checkpoints/  dumps/
       index/ (what a dashboard has read)
 

@@ -55,7 +55,7 @@ from rondo.launch.rundir import RunDir, checkpoint_of, existing_run, newest_run,
 from rondo.launch.track.beside import Beside
 from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
 from rondo.runtime.admin.endpoint import AdminServer, listen
-from rondo.runtime.checkpoints import newest_complete, set_aside, version_of
+from rondo.runtime.checkpoints import goes_on_from, newest_complete, set_aside, version_of
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.records import timeline
 from rondo.runtime.records.record import JsonLines
@@ -135,10 +135,11 @@ def resume(
     *,
     options: TrainOptions | None = None,
     accept_changes: bool = False,
+    reset_optimizer: bool = False,
     checkpoint: str | None = None,
 ) -> int:
     """Go on with the run at `path` from its newest whole checkpoint, or an older one by its name, under the next attempt. `sets`:
-    other places for roles.
+    other places for roles. reset_optimizer: with the weights alone, as if the optimizer and its schedule began there.
 
     ConfigError when data, packages or code are not those that the run has, unless `accept_changes`.
     """
@@ -158,7 +159,8 @@ def resume(
         with listen(config.admin) as admin:
             for newer in set_aside(run.checkpoints, version_of(found)):
                 say(f"set aside: {newer}")
-            say(f"run {run.path.name} goes on from {found.name}")
+            goes_on_from(run.path, version_of(found), reset=reset_optimizer)
+            say(f"run {run.path.name} goes on from {found.name}{' with a fresh optimizer' * reset_optimizer}")
             options = options or TrainOptions(run.path / "config.py")
             return _run(config, run, options, admin, nursery, group_specs(config), attempt=run.next_attempt())
 

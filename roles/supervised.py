@@ -31,7 +31,7 @@ from rondo.roles.training.preference import PreferenceLoss
 from rondo.roles.training.room import save_last, when_there_is_room
 from rondo.roles.training.supervised import Learning
 from rondo.roles.training.warm_up import open_learning
-from rondo.runtime.checkpoints import complete, folder_of, newest_complete
+from rondo.runtime.checkpoints import complete, folder_of, newest_complete, resets
 from rondo.runtime.waits import wait_for
 from rondo.runtime.worker.context import WorkerContext
 
@@ -121,7 +121,9 @@ class SupervisedRole:
     def _restore(self) -> int:
         """The version that is trained on from: that of the newest checkpoint, or 0 (collective)."""
         folder = newest_complete(self._checkpoints)
-        kept = {"version": 0, "position": 0} if folder is None else self._backend.load_checkpoint(folder)
+        fresh = resets(self._ctx.run_dir)
+        kept = {"version": 0, "position": 0} if folder is None else self._backend.load_checkpoint(folder, fresh)
+        self._backend.count_from(fresh, int(kept["version"]))
         self._learning = self._learn(kept["position"])
         return int(kept["version"])
 

@@ -1,6 +1,7 @@
 """Which checkpoints of a run are whole, without reading them; and whether a disk has room for one.
 
-Owns the names, the marker with its format, and the rotation of `checkpoints/step_000050/`; not what lies inside
+Owns the names, the marker with its format, the rotation of `checkpoints/step_000050/`, and from which of them a run went on
+with a fresh optimizer (`optimizer_resets.json`); not what lies inside
 (`models/checkpoint.py`) or which are worth keeping (`launch/keeping.py`). Light, since the coordinator and the command line ask
 too.
 
@@ -21,10 +22,12 @@ import orjson
 
 from rondo.runtime import formats
 from rondo.runtime.errors import RondoError
+from rondo.runtime.records.record import write_whole
 
 MARKER = "COMPLETE"
 ASIDE = "set_aside"
 """Where checkpoints lie that a run went back behind."""
+RESETS = "optimizer_resets.json"
 _NAME = re.compile(r"step_(\d{6,})")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -141,6 +144,23 @@ def set_aside(checkpoints: Path, newest: int) -> list[Path]:
                 shutil.rmtree(place)
             moved.append(folder.rename(place))
     return moved
+
+
+def resets(run_dir: Path) -> list[int]:
+    """The versions from which the run at `run_dir` went on with a fresh optimizer, in their order."""
+    try:
+        return list(map(int, orjson.loads((run_dir / RESETS).read_bytes())))
+    except FileNotFoundError:
+        return []
+
+
+def goes_on_from(run_dir: Path, version: int, *, reset: bool) -> None:
+    """Write down that the run goes on from `version`, with a fresh optimizer if `reset`: those of later versions, which it goes
+    back behind, count no more."""
+    before = resets(run_dir)
+    found = sorted({*(each for each in before if each <= version), *([version] if reset else [])})
+    if found != before:
+        write_whole(run_dir / RESETS, orjson.dumps(found))
 
 
 def flush_tree(folder: Path) -> None:

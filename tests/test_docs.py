@@ -163,6 +163,7 @@ ELSEWHERE = {
     "test_the_command_prints_the_script_or_hands_it_to_sbatch",
     "rondo slurm examples/quickstart.py --time 24:00:00 --set train.save_every=50": "tests/launch/test_slurm.py::"
     "test_the_command_prints_the_script_or_hands_it_to_sbatch",
+    "rondo resume runs/quickstart --reset-optimizer": STOPPED,
     "rondo resume runs/quickstart --checkpoint best": "tests/parity/test_parity.py::"
     "test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits",
     "rondo eval runs/quickstart --checkpoint best": EVALUATED,

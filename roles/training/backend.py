@@ -201,6 +201,7 @@ class Backend(Generic[AnyObjective]):
         # As they are between two forwards.
         self._lasting = list((adapter_tensors(model) or memory_tensors(model)).values())
         self._copies = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._schedule_from = 0
         self._sums: LossSums | None = None
         self._trained: list[Span] = []
         self._updates: list[Update] = []
@@ -295,8 +296,8 @@ class Backend(Generic[AnyObjective]):
         """The learning rate of step `step`."""
         its = self._settings
         return learning_rate(
-            step, its.lr, warmup_steps=its.warmup_steps, schedule=its.schedule, total=self._num_steps,
-            min_fraction=its.min_lr_fraction,
+            step - self._schedule_from, its.lr, warmup_steps=its.warmup_steps, schedule=its.schedule,
+            total=self._num_steps - self._schedule_from, min_fraction=its.min_lr_fraction,
         )  # fmt: skip
 
     def gathered(self, tuples: Sequence[Any], width: int, dtype: torch.dtype = torch.float64) -> list[Any]:
@@ -425,8 +426,19 @@ class Backend(Generic[AnyObjective]):
         gives way to a newer one."""
         return checkpoint.write(folder, staged, extra, beside, group=self._groups.saving, gives_way=gives_way)
 
-    def load_checkpoint(self, folder: Path) -> dict[str, Any]:
-        return checkpoint.load(folder, self.model, self.optimizer)
+    def load_checkpoint(self, folder: Path, resets: Sequence[int] = ()) -> dict[str, Any]:
+        """What the checkpoint knows beside the state. resets: versions from which the optimizer is fresh; the moments of such a
+        checkpoint stay there."""
+        kept = checkpoint.load(folder, self.model, self.optimizer)
+        if kept.get("version") in resets:
+            for state in self.optimizer.state.values():
+                for tensor in state.values():
+                    tensor.zero_()
+        return kept
+
+    def count_from(self, resets: Sequence[int], version: int) -> None:
+        """At `version` the schedule counts from the last of `resets`."""
+        self._schedule_from = max((each for each in resets if each <= version), default=0)
 
     def add_result(self, folder: Path, tokenizer_path: str) -> None:
         """Write what others load of a checkpoint into it (collective)."""

@@ -37,7 +37,7 @@ from rondo.roles.training.backend import Backend
 from rondo.roles.training.parity import ParityLog, RowSum
 from rondo.roles.training.saving import Saving
 from rondo.roles.training.work import Work
-from rondo.runtime.checkpoints import newest_complete
+from rondo.runtime.checkpoints import newest_complete, resets
 from rondo.runtime.errors import CorruptData, RondoError, Stopping
 from rondo.runtime.supervision.heartbeat import SAVE
 from rondo.runtime.waits import waiting
@@ -244,6 +244,8 @@ class TrainableRole:
         version = committed["version"]
         if version is None:
             return await self._begin()
+        fresh = resets(self._ctx.run_dir)
+        self._trainer.count_from(fresh, version)
         # All ranks go the same way: one killed while a checkpoint was copied into its snapshot has no such version.
         held = self._snapshot is not None and version in self._snapshot.versions()
         (num_holding,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(held)])
@@ -258,7 +260,8 @@ class TrainableRole:
                 f"version {version} must lie in a hot snapshot or a checkpoint, got neither. "
                 f"Set train.hot_snapshot=True, or train.save_every, to survive a death of the {self.role}."
             )
-        await self._ctx.compute(self._trainer.load_checkpoint, folder if self.part is None else folder / self.part)
+        own = folder if self.part is None else folder / self.part
+        await self._ctx.compute(self._trainer.load_checkpoint, own, fresh)
         await self._write_snapshot(int(version), self._taken())
         return int(version)
 

@@ -18,7 +18,7 @@ from rondo.launch.report.status import ask
 from rondo.launch.report.steps import read_steps
 from rondo.launch.rundir import supervisor_record
 from rondo.roles.training.trained_samples import rows_of_step, steps_of
-from rondo.runtime.checkpoints import newest_complete
+from rondo.runtime.checkpoints import newest_complete, resets
 from tests.e2e.agent import ask_the_policy
 from tests.e2e.runs import QUICKSTART, ROOT, Ended, command, finish, left_behind, read_until, start, train
 from tests.launch.hand import crossing
@@ -171,9 +171,14 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
     refused = subprocess.run([*rondo, "resume", run], capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert refused.returncode == 2 and "data had 6000 rows with digest " in refused.stderr
     # The trainer's shards are cut anew, and so is what scores, beside it and in a group of its own, one rank of which is killed.
-    accepted = ["--accept-changes", *(part for i in (1, 2) for part in ("--set", f"groups.{i}.processes=2"))]
+    accepted = [
+        "--accept-changes",
+        "--reset-optimizer",
+        *(part for i in (1, 2) for part in ("--set", f"groups.{i}.processes=2")),
+    ]
     resumed = start([*rondo, "resume", run, *accepted], tmp_path)
     read_until(resumed, f"step={stopped.summary['steps'] + 4}/")
+    assert resets(stopped.run_dir) == [stopped.summary["steps"]]
     os.kill(worker(stopped.run_dir, "actor_fwd-0"), signal.SIGKILL)
     read_until(resumed, "recovery_s")
     while not (seen := status_of(run, capsys))["health"]["ready"]:  # as it was a moment ago

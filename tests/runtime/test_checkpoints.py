@@ -6,7 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from rondo.runtime.checkpoints import MARKER, complete, folder_of, newest_complete, rotate, set_aside
+from rondo.runtime.checkpoints import (
+    MARKER,
+    complete,
+    folder_of,
+    goes_on_from,
+    newest_complete,
+    resets,
+    rotate,
+    set_aside,
+)
 from rondo.runtime.errors import ConfigError
 
 
@@ -77,3 +86,11 @@ def test_the_newest_is_refused_where_only_a_newer_release_can_read_it(tmp_path: 
 def test_a_marker_of_the_first_releases_is_read(tmp_path: Path, text: str) -> None:
     (made(tmp_path, 4) / MARKER).write_text(text)
     assert newest_complete(tmp_path) == tmp_path / "step_000004"
+
+
+def test_resets_of_the_optimizer_last_and_those_that_a_run_goes_back_behind_are_forgotten(tmp_path: Path) -> None:
+    goes_on_from(tmp_path, 4, reset=False)
+    assert resets(tmp_path) == [] and names(tmp_path) == []
+    for version, reset, left in ((4, True, [4]), (4, False, [4]), (6, True, [4, 6]), (5, False, [4]), (2, False, [])):
+        goes_on_from(tmp_path, version, reset=reset)
+        assert resets(tmp_path) == left

@@ -40,7 +40,9 @@ class ScriptedTrainer:
     def load_state(self, *_: Any) -> None:
         self.calls.append("load_state")
 
-    def load_checkpoint(self, _: Path) -> None:
+    def count_from(self, _: list[int], version: int) -> None: ...
+
+    def load_checkpoint(self, *_: Any) -> None:
         self.calls.append("load_checkpoint")
 
     def join_checksums(self, part: int) -> int:

@@ -236,6 +236,26 @@ def test_a_checkpoint_holds_the_index_and_a_folder_for_transformers(model: str, 
     assert (folder / "hf" / "model.safetensors").is_file()
 
 
+def test_a_checkpoint_with_a_reset_gives_its_weights_a_fresh_optimizer_and_schedule_and_a_younger_one_its_own(
+    model: str, tmp_path: Path
+) -> None:
+    config = job(model)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"warmup_steps": 2})})
+    made, again = trainer(config, model), trainer(config, model)
+    made.accumulate(0, rows(6), [[0, 0, 0, 6]], last=True)
+    made.finish(0)
+    for version in (1, 2):
+        made.save(tmp_path / f"step_{version:06d}", {"version": version, "index": {}})
+    moments = [tensor for state in again.optimizer.state.values() for tensor in state.values()]
+    for version in (2, 1):  # of which one alone is fresh
+        again.load_checkpoint(tmp_path / f"step_{version:06d}", [1])
+        again.count_from([1], version)
+        assert again.checksum() == made.checksum() and any(each.any() for each in moments) == (version == 2)
+        assert (again.lr(1), again.lr(2)) == (made.lr(0), made.lr(1)) != (made.lr(1), made.lr(2))
+    again.count_from([1], 0)
+    assert again.lr(1) == made.lr(1)
+
+
 def test_the_gap_compares_each_token_with_a_log_prob_of_the_version_it_was_sampled_under(model: str) -> None:
     made = trainer(job(model), model)
     (row,) = rows(7, num_rows=1)
