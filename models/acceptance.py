@@ -35,7 +35,8 @@ def accept(model: Any, *, attn: str = "sdpa", dtype: str = "float32") -> Packing
     if model.get_output_embeddings() is None:
         raise ConfigError(f"{name} must have an output layer, got none. Choose a causal LM")
     device = next(model.parameters()).device
-    tokens = [np.arange(_PROMPT + answer) * (1 + seed) % 3 + 1 for seed, answer in enumerate(_ANSWERS)]
+    places = [(seed, np.arange(_PROMPT + answer)) for seed, answer in enumerate(_ANSWERS)]
+    tokens = [(at * (1 + seed) + at // 3) % 3 + 1 for seed, at in places]  # of equal ones places would not matter
     tokens[1][:-1] = tokens[0][:-1]  # they differ in the last one
     tokens[1][-1] = tokens[0][-1] % 3 + 1
     with trial(model):

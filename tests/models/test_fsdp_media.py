@@ -78,7 +78,7 @@ def test_unequal_modalities_train_as_one_process_does(run: Run, case: Case) -> N
     print(f"{case.name}: loss {max(losses):.1e}, norm {max(norms):.1e}, gradient {largest:.1e}, weights {after:.1e}")
     exact = case.dtype == "float32"
     assert max(losses) < (1e-6 if exact else 1e-4)
-    assert max(norms) < (1e-5 if exact else 1e-3)
+    assert max(norms) < (1e-5 if exact else 2**-8)  # a unit of bfloat16
     assert largest < (1e-5 if exact else 1e-3) < max(gradient.abs().max().item() for gradient in theirs.values())
     assert after < (1e-5 if exact else 2 * LR)
     trained = {name for name, parameter in tiny(case.family).named_parameters()}

@@ -26,10 +26,10 @@ class Scripted(RolloutRole):
             stopping=asyncio.Event(), progress=lambda: None, span=lambda name, **_: span(name, "rollout"), rank=0
         )
         super().__init__(cast(Any, context))
-        rollout = SimpleNamespace(samples_per_prompt=2)
+        rollout = SimpleNamespace(samples_per_prompt=2, max_episodes=None, agent=None)
         self._replica = cast(Any, SimpleNamespace(num_slots=4))
         self._job = cast(Any, SimpleNamespace(bus=bus, config=SimpleNamespace(rollout=rollout)))
-        self._progress = Progress(reward_s=10)
+        self._progress = Progress(reward_s=10, left=self._fewer.set)
         self._groups = cast(Any, SimpleNamespace(fill=script))
 
 
