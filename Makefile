@@ -15,7 +15,7 @@ BROWSER_VENV ?= .venv-browser
 TRACK_VENV ?= .venv-track
 READY := $(VENV)/.ready
 
-.PHONY: demo smollm2 test fuzz track test-long test-avx2 test-pythons test-sglang test-browser gpu sglang sglang-router lint types clean
+.PHONY: demo smollm2 test fuzz track test-long test-avx2 test-pythons test-sglang test-environments test-browser gpu sglang sglang-router lint types clean
 
 # Without a GPU, SGLang needs the tests' stand-in for its kernels.
 SGLANG_SHIM = $(if $(wildcard /dev/nvidia0),,--set 'rollout.sglang.environment={"PYTHONPATH": "$(CURDIR)/tests/sglang/shim"}')
@@ -64,6 +64,14 @@ test-sglang: $(READY)  ## against a real SGLang server, without a GPU
 	$(if $(CI),,-)$(MAKE) --no-print-directory sglang-router
 	SGLANG_VENV=$(abspath $(SGLANG_VENV)) SGLANG_ROUTER_VENV=$(abspath $(SGLANG_ROUTER_VENV)) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest tests/sglang $(OPTIONS)
+
+# Other people's environments, by their own packages, which go beside ours.
+test-environments: $(READY) $(VENV)/.ready-environments  ## two to four minutes
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/environments $(OPTIONS)
+
+$(VENV)/.ready-environments: $(READY)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mcp,reasoning-gym]'
+	touch $@
 
 # The page of `rondo view`, where there is a Chromium, such as Debian's `chromium`; BROWSER_PICTURES=FOLDER keeps what it looked like.
 test-browser: $(READY) $(BROWSER_VENV)/.ready  ## half a minute

@@ -86,10 +86,12 @@ class Opened:
 
 
 def is_made(config: RunConfig) -> bool:
-    """Whether functions of the user's make rows: what they give may differ from process to process."""
-    return any(data.rows is not None or data.transform is not None for data in config.named_data().values()) or (
-        config.sft is not None and config.sft.rows is not None
-    )
+    """Whether functions of others make rows: what they give may differ from process to process."""
+    made = (
+        data.rows is not None or data.transform is not None or (data.path or "").startswith("gym:")
+        for data in config.named_data().values()
+    )  # fmt: skip
+    return any(made) or (config.sft is not None and config.sft.rows is not None)
 
 
 class Elsewhere:
@@ -134,7 +136,8 @@ def look_at_order(fingerprints: Mapping[str, Fingerprint], beside: Elsewhere) ->
         if (other := Fingerprint(**theirs[name])) != found:
             raise ConfigError(
                 f"{name} must be the same rows in the same order in every process, got {found} in one and {other} in another. "
-                "Let the function sort what comes out of a set, and draw with a seed of its own"
+                "Let the function sort what comes out of a set, and draw with a seed of its own; where it is not yours, "
+                "start with PYTHONHASHSEED=0"
             )
 
 

@@ -32,6 +32,7 @@ from rondo.roles.config.rollout import (
     AgentConfig,
     EndpointConfig,
     EnvironmentConfig,
+    McpConfig,
     RolloutConfig,
     SGLangConfig,
 )
@@ -74,6 +75,7 @@ __all__ = [
     "GenrmConfig",
     "JobConfig",
     "LoraConfig",
+    "McpConfig",
     "MeshConfig",
     "OptimizerConfig",
     "PairsConfig",

@@ -31,7 +31,7 @@ class SourceConfig(Section):
 
     place = "data.sources"
     OF_ROWS: ClassVar = (
-        "path", "rows", "transform", "limit", "prompt", "label", "metadata", "tools", "message_keys", "message_roles",
+        "path", "args", "rows", "transform", "limit", "prompt", "label", "metadata", "tools", "message_keys", "message_roles",
         "media_columns", "use_audio_in_video", "system",
     )  # fmt: skip
     """Settings that take the place of data's."""
@@ -39,7 +39,9 @@ class SourceConfig(Section):
     """Its share of the rows that are taken, of the sum over all sources: each then goes through passes of its own. None, for all
     sources alike: each row of all sources comes once in a pass."""
     path: str | None = None
-    """Files, a folder, a glob, or a data set of the hub."""
+    """Files, a folder, a glob, or a data set of the hub or of reasoning-gym."""
+    args: dict[str, Any] | None = None
+    """What its data set of reasoning-gym is made with."""
     rows: FunctionRef | None = None
     """Or a function without arguments that returns the rows."""
     transform: FunctionRef | None = None
@@ -93,8 +95,11 @@ class DataConfig(Section):
     """Settings that say how a prompt is written, wherever it comes from."""
 
     path: str | None = None
-    """A .jsonl or .parquet file, a folder or glob of them, a .json or .csv file, or a data set of the hub: 'hub:name/split'. With
-    '@[a:b]' behind it only rows a to b, as Python slices."""
+    """A .jsonl or .parquet file, a folder or glob of them, a .json or .csv file, or a data set of the hub ('hub:name/split') or
+    of reasoning-gym ('gym:name'). With '@[a:b]' behind it only rows a to b, as Python slices."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """What a data set of reasoning-gym is made with: fields of its configuration, `size` (10,000) and `seed` (0) among them, and
+    the `level` of its curriculum (docs/environments.md)."""
     rows: FunctionRef | None = None
     """Or a function without arguments that returns the rows: a list or any iterable of dicts."""
     sources: dict[str, SourceConfig] = Field(default_factory=dict)
@@ -157,6 +162,14 @@ class DataConfig(Section):
                 f"data.path and data.rows must be set one without the other, got {'both' if both else 'neither'}. "
                 + ("Remove one" if both else "Set data.path to a file, or data.rows to a function")
             )
+        given = {"data": (self.path, self.args)}
+        given |= {f"data.sources.{name}": (each.path, each.args or {}) for name, each in self.sources.items()}
+        for at, (path, args) in given.items():
+            if args and not (path or "").startswith("gym:"):
+                yield (
+                    f"{at}.args must come with a path 'gym:NAME', for whose rows they are, got {args}. Set {at}.path, or remove "
+                    "them"
+                )
         for name in ("chat_template_args", "message_keys", "tools", "system"):
             if getattr(self, name) and not self.apply_chat_template:
                 yield (

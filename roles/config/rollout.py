@@ -149,6 +149,39 @@ def _by_name(tool: object) -> object:
     return f"{code_tools.__name__}:{tool}" if tool in code_tools.NAMES else tool
 
 
+class McpConfig(Section):
+    """A server of the Model Context Protocol, whose tools the policy may call."""
+
+    place = "environment.mcp"
+    command: tuple[str, ...] = ()
+    """Starts it in the rollout process, which it talks to over standard input and output."""
+    url: str | None = None
+    """Or where it runs already: streamable HTTP."""
+    environment: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of the command, besides the run's own."""
+    only: tuple[str, ...] | None = None
+    """Tools that are shown; None: all."""
+
+    def refused(self) -> Iterator[str]:
+        if bool(self.command) == (self.url is not None):
+            yield (
+                "a server of environment.mcp must have a command or a url, one without the other, got "
+                f"{'both' if self.command else 'neither'}. Set one"
+            )
+        if self.environment and not self.command:
+            yield "environment.mcp must have no environment with a url, whose server has its own, got some. Remove it"
+        for name in filter(_SECRET.search, self.environment):
+            yield (
+                f"environment.mcp must hold no secret in environment, since settings are saved and shown, got {name}. Export it "
+                "before the run starts: servers have the run's environment"
+            )
+        if self.url is not None and may_hold_secret(self.url):
+            yield (
+                "environment.mcp must hold no password and no query in url, since settings are saved and shown, got something "
+                "before an @ or behind a ?. Remove it"
+            )
+
+
 class EnvironmentConfig(Section):
     """Who answers the policy between its turns: an environment of each sample, tools, or both."""
 
@@ -158,6 +191,8 @@ class EnvironmentConfig(Section):
     tools: tuple[Annotated[FunctionRef, BeforeValidator(_by_name)], ...] = ()
     """Functions with type hints and docstrings that the policy may call: plain ones run in killable processes, async ones in the
     rollout process, each call by itself. "python" and "shell" run what it wrote in the sandbox."""
+    mcp: dict[str, McpConfig] = Field(default_factory=dict)
+    """MCP servers by names of yours, whose tools are among these; each rollout process has its own connection."""
     num_workers: int = Field(2, ge=1)
     """Processes of the plain tools."""
     max_threads: int = Field(64, ge=1)
@@ -166,8 +201,8 @@ class EnvironmentConfig(Section):
     """Of one call. A tool beyond it is an error that the policy is told of; an environment beyond it fails its sample."""
 
     def refused(self) -> Iterator[str]:
-        if self.factory is None and not self.tools:
-            yield "environment.factory or environment.tools must be set, got neither. Set one, or remove environment"
+        if self.factory is None and not self.tools and not self.mcp:
+            yield "environment.factory, tools or mcp must be set, got none of them. Set one, or remove environment"
 
 
 class AgentConfig(Section):

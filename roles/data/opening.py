@@ -1,7 +1,7 @@
 """Opening: from the settings of a data set to the source of its rows.
 
-Owns what a path means (files, globs, the hub, a part of them), rows that functions make, and which columns settings name. Does
-not own how a source reads (`sources.py`) or what columns mean (`datasets.py`).
+Owns what a path means (files, globs, the hub, reasoning-gym, a part of them), rows that functions make, and which columns
+settings name. Does not own how a source reads (`sources.py`) or what columns mean (`datasets.py`).
 
     source = open_source(DataConfig(path="data/*.jsonl@[:1000]"))
     len(source), source.read(0), source.name_of(0)  ->  1000, {"question": ...}, "train.jsonl:1"
@@ -35,6 +35,9 @@ from rondo.runtime.reference import load_reference
 
 if TYPE_CHECKING:
     from rondo.roles.config import DataConfig
+
+_MOST_DRAWN = 16
+"""Rows of reasoning-gym that a digest looks at: some take half a second to make."""
 
 
 def open_source(config: DataConfig) -> Source:
@@ -96,6 +99,10 @@ def _cut(path: str) -> tuple[str, slice | None]:
 
 
 def _open_path(path: str, config: DataConfig) -> Source:
+    if path.startswith("gym:"):
+        from rondo.roles.data.gym import GymRows
+
+        return Listed(GymRows(path.removeprefix("gym:"), config.args), path, _MOST_DRAWN)
     if path.startswith("hub:"):
         return _open_hub(path, decode=not config.media_columns)
     paths = _files(path)
@@ -166,8 +173,8 @@ def _open_hub(path: str, *, decode: bool) -> Source:
 
 
 def folder_of(config: DataConfig) -> Path | None:
-    """The folder of the data files, of a glob the part before it; None for the hub or a function."""
-    if config.path is None or config.path.startswith("hub:"):
+    """The folder of the data files, of a glob the part before it; None for rows that lie in none."""
+    if config.path is None or config.path.startswith(("hub:", "gym:")):
         return None
     path = Path(_cut(config.path)[0])
     if path.is_file():

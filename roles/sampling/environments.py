@@ -34,7 +34,7 @@ import math
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,6 +43,7 @@ from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.rewards.function import UserFunction
 from rondo.roles.sampling import tools
 from rondo.roles.sampling.episode import Episode, Turn
+from rondo.roles.sampling.mcp_servers import McpServers
 from rondo.roles.sampling.tools import SETTING, Answer, Call
 from rondo.roles.sampling.workflow import Client, Context, Workflow
 from rondo.runtime.errors import DeadlineExceeded
@@ -64,12 +65,13 @@ class Step:
 @dataclass(frozen=True, slots=True)
 class EnvironmentStats:
     """Of one environment, or tool, since the start: its steps, or calls; seconds of all of its methods; which of them raised, and
-    which took longer than they may."""
+    which took longer than they may. Of an MCP server, by its name: how often it was started again."""
 
     steps: int = 0
     seconds: float = 0.0
     errors: int = 0
     timeouts: int = 0
+    restarts: int = 0
 
 
 class EnvironmentFailed(Exception):
@@ -88,6 +90,8 @@ class Environments:
         named = [(load_reference(each, f"{SETTING}.tools"), each) for each in settings.tools]
         self._tools = {tool.__name__: (tool, reference) for tool, reference in named}
         self._schemas = tools.schemas(config)
+        self._servers = McpServers(settings.model_dump()["mcp"], settings.deadline_s)
+        self._tools |= {name: (tool, "") for name, tool in self._servers.tools.items()}
         self._name = (settings.factory or "").rpartition(":")[2]
         self._threads = asyncio.Semaphore(settings.max_threads)
         self._began = dict[object, float]()  # when each thread that has a place did
@@ -106,16 +110,21 @@ class Environments:
             "rondo.roles.sampling.tools:open_tools", {"tools": plain}, work="tool", source=f"{SETTING}.tools",
             num_workers=settings.num_workers, deadline_s=settings.deadline_s, load_deadline_s=self._load_deadline_s,
         )  # fmt: skip
-        if plain:
-            await self._plain.start()
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._servers)
+            stack.push_async_callback(self._plain.close)
+            if plain:
+                await self._plain.start()
+            self._open = stack.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._plain.close()
+        await self._open.aclose()
 
     def stats(self) -> dict[str, EnvironmentStats]:
-        """By the name of the class, or function, that is asked."""
-        return dict(self._stats)
+        """By the name of the class, function or MCP server that is asked."""
+        restarts = {name: EnvironmentStats(restarts=number) for name, number in self._servers.restarts().items()}
+        return restarts | self._stats
 
     async def __call__(self, row: Row, client: Client, context: Context) -> None:
         """Makes the samples of a row, each with an environment of its own."""

@@ -23,6 +23,7 @@ import orjson
 
 from rondo.roles.data.media_rows import PARTS
 from rondo.roles.rewards.worker import Opened
+from rondo.roles.sampling import mcp_servers
 from rondo.roles.serve.calls import Call, call_reader
 from rondo.roles.serve.output import OutputReader
 from rondo.runtime.errors import ConfigError
@@ -60,10 +61,14 @@ def schemas_of(tools: Sequence[Callable[..., Any]]) -> list[dict[str, Any]]:
                 f"{SETTING} must have tools with type hints, and a docstring with a line of each argument below `Args:`, got "
                 f"{getattr(tool, '__qualname__', tool)} ({in_one_line(error)}). Write them"
             ) from error
-    names = [each["function"]["name"] for each in found]
+    return _distinct(found)
+
+
+def _distinct(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    names = [each["function"]["name"] for each in schemas]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError(f"{SETTING} must have tools of different names, got two of {', '.join(twice)}. Rename one")
-    return found
+    return schemas
 
 
 def methods_of(factory: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
@@ -97,7 +102,8 @@ def schemas(config: JobConfig) -> list[dict[str, Any]]:
                 f"{SETTING}.factory must make what has a `step`, or public methods as tools, got {factory.__name__} with "
                 "neither. Add one"
             )
-    return schemas_of(tools) if tools else []
+    theirs = mcp_servers.schemas_of(environment.model_dump()["mcp"], environment.deadline_s)
+    return _distinct([*schemas_of(tools), *theirs]) if tools or theirs else []
 
 
 def with_tools(config: Settings) -> Settings:

@@ -5,6 +5,7 @@ minerva        dapo: answers brought to one form; symbolic, compared as mathemat
 instructions   ifeval, ifbench: what a program can check of instructions; processor_time, a bound on what it may take
 programs       code: a program's tests, run in the sandbox
 service        remote: what an HTTP service gives
+gym            reasoning_gym: what that package says of answers to its own rows
 forms          the form alone: tags, format; and random, a control
 """
 
@@ -28,6 +29,7 @@ _FACE = {
     "ifeval": "rondo.roles.rewards.hub.instructions",
     "ifbench": "rondo.roles.rewards.hub.instructions",
     "remote": "rondo.roles.rewards.hub.service",
+    "reasoning_gym": "rondo.roles.rewards.hub.gym",
     "tags": "rondo.roles.rewards.hub.forms",
     "format": "rondo.roles.rewards.hub.forms",
     "random": "rondo.roles.rewards.hub.forms",

@@ -580,7 +580,7 @@ def needs(port: int) -> Guess:
 
 def test_settings_that_no_run_could_follow_are_refused() -> None:
     for options, error in (
-        ({}, "environment.factory or environment.tools must be set, got neither"),
+        ({}, "environment.factory, tools or mcp must be set, got none of them"),
         ({"factory": Guess, "limits": {"max_turns": None}}, "rollout.max_turns must be set with rollout.environment"),
         (
             {"factory": Guess, "limits": {"workflow": "a:b"}},
