@@ -34,7 +34,9 @@ CELLS = {
     "mixed": "avqa_qwen3_omni_30b_lora",
 }
 NUM_HELD_OUT = 256
-WARM_UP = {"steps": 400, "batch_size": 48, "lr": 3e-3, "warmup_steps": 20, "micro_batch_tokens": 16384}
+WARM_UP = {"steps": 450, "batch_size": 16, "lr": 2e-3, "warmup_steps": 20, "micro_batch_tokens": 16384}
+OWN_WARM_UP = {"image": {"steps": 400, "batch_size": 48, "lr": 3e-3}, "video": {"lr": 3e-3}}
+"""A picture is learnt late: after 7,200 answers, with which sounds are known, little of it is."""
 
 
 def config_of(cell: str) -> Path:
@@ -87,8 +89,12 @@ def tiny(config: Path) -> dict[str, Any]:
     }
 
 
+def warm_up_of(cell: str) -> dict[str, Any]:
+    return WARM_UP | OWN_WARM_UP.get(cell, {})
+
+
 def measured(cell: str, seed: int, steps: int, folder: Path) -> dict[str, Any]:
-    warm_up = WARM_UP | {"demonstrate": f"{recipe_rows.__file__}:demonstrate"}
+    warm_up = warm_up_of(cell) | {"demonstrate": f"{recipe_rows.__file__}:demonstrate"}
     values = tiny(config_of(cell)) | rows_of(cell, folder / "rows")
     values |= {"seed": seed, "num_steps": steps, "sft": json.dumps(warm_up), "evaluation.num_prompts": NUM_HELD_OUT}
     values |= {"train.warmup_steps": 5} | ({"data.held_out": NUM_HELD_OUT} if cell in ("image", "video") else {})
@@ -118,7 +124,7 @@ def main() -> None:
     found: dict[str, dict[str, list[Any]]] = {name: {} for name in options.cells}
     for seed in options.seeds:
         for name in options.cells:
-            of: Mapping[str, Any] = {"cell": name, "seed": seed, "steps": options.steps, "warm_up": WARM_UP}
+            of: Mapping[str, Any] = {"cell": name, "seed": seed, "steps": options.steps, "warm_up": warm_up_of(name)}
             figures = cells.made(of, lambda name=name, seed=seed: measured(name, seed, options.steps, folder))
             for key, value in figures.items():
                 found[name].setdefault(key, []).append(value)
