@@ -498,6 +498,19 @@ def pretrained(f: Figures) -> Iterator[Row]:
     )
 
 
+def recipes(f: Figures) -> Iterator[Row]:
+    kinds = [(name, f[name]) for name in ("image", "audio", "video", "mixed") if name in f]
+    yield (
+        f"recipes on rows of their data's form, tiny models, {f['digits']} digits: reward of held-out rows before and after "
+        f"{f['steps']} steps, a value a seed; what is not named was not measured",
+        "; ".join(f"{name} {_each(found['before'])} to {_each(found['after'])}" for name, found in kinds),
+    )
+
+
+def _each(values: list[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values)
+
+
 def gsm8k(f: Figures) -> Iterator[Row]:
     def ends(name: str) -> str:
         """Of a third of the steps at either end, where a few samples are right."""
@@ -542,7 +555,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("experts", experts), ("experts_gap", experts), ("experts_memory", experts), ("staleness", staleness),
     ("algorithms", algorithms), ("lora", lora),
     ("lora_pretrained", functools.partial(lora, base="SmolLM2-135M-Instruct on sums of two numbers")),
-    ("pretrained", pretrained), ("gsm8k", gsm8k), ("distill", distill),
+    ("pretrained", pretrained), ("gsm8k", gsm8k), ("recipes", recipes), ("distill", distill),
 )  # fmt: skip
 
 

@@ -45,7 +45,8 @@ class Scored(Groups):
         self.rewards = cast(Any, SimpleNamespace(score=self._rewarded))
         self.tokenizer = SimpleNamespace(decode=lambda tokens, **_: str(tokens[0]))
         self.rows = cast(
-            Any, SimpleNamespace(row=lambda _: SimpleNamespace(name="row 9", label=None, prompt="p", metadata={}))
+            Any,
+            SimpleNamespace(row=lambda _: SimpleNamespace(name="row 9", label=None, prompt="p", metadata={}, tools=())),
         )
         self._by_number, self._before = dict(rewards), {number: asyncio.Event() for number in rewards}
         self._before[0].set()

@@ -173,7 +173,7 @@ async def test_the_lease_of_a_hung_request_is_lost_while_others_stream_and_its_g
         replica = RolloutRole(cast(Any, context))
         replica._job, replica._groups, replica._progress = groups.job, groups, groups.progress
         replica._replica = cast(Any, SimpleNamespace(engine=engine))
-        replica._judge = None
+        replica._judges = {}
         replica._rewards = cast(Any, SimpleNamespace(stats=lambda: RewardStats(0, 0, 0, 0, 0, ())))
         async with asyncio.TaskGroup() as tasks:
             for grant in grants:
