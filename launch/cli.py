@@ -359,6 +359,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add = verb("rerun", _in("rondo.launch.rerun", "rerun"), text, run, plain)
     add("--dry-run", action="store_true", help="say what differs, and start nothing")
     _add_sets(add, "with this one changed: --set seed=1")
+    text = "Train a step of a run again, from the samples that it kept, and say what differs."
+    add = verb("replay", _in("rondo.launch.replay", "main"), text, run, plain, as_json)
+    add("--step", type=int, required=True, metavar="K", help="one whose samples were kept (samples.keep)")
     text = "Compare two runs: settings, code, packages, data, machine, the first step at which they part, and the end."
     add = verb("diff", _in("rondo.launch.report.compare", "show"), text, as_json)
     add("first", metavar="RUN_A", type=Path)

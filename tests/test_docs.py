@@ -144,6 +144,8 @@ ELSEWHERE = {
     "rondo stop": STOPPED,
     "rondo rerun runs/quickstart": "tests/launch/test_rerun.py::"
     "test_a_run_is_started_again_with_its_own_code_and_what_differs_is_said_before",
+    "rondo replay runs/quickstart --step 40": "tests/parity/test_parity.py::"
+    "test_a_step_is_replayed_from_its_kept_samples_to_the_same_bits",
     "rondo diff runs/quickstart runs/quickstart-2": "tests/launch/report/test_compare.py::"
     "test_two_runs_are_compared_by_what_they_were_made_of_where_they_part_and_how_they_ended",
     "rondo show --metrics": "tests/launch/metrics/test_metrics.py::"

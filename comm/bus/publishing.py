@@ -116,7 +116,7 @@ class Publishing(Transitions):
         for times in (self._put_at, self._renewed, self._granted):
             for group in groups:
                 times.pop(group, None)
-        self._report("committed", {"version": self.index.version})
+        self._report("committed", {"version": self.index.version, "checksums": self.index.checksums})
         unbalanced = self.index.imbalance(scan=False)
         if unbalanced:
             self._report("fatal", {"cause": unbalanced})

@@ -21,12 +21,13 @@ def look_at_given(config: RunConfig) -> Iterator[Finding]:
     theirs, names = of.get("rollout", {}), ("prompts_per_step", "samples_per_prompt")
     same = all(theirs.get(name) == getattr(config.rollout, name) for name in names)
     whole = SamplesConfig.model_validate(of.get("samples", {})).whole_steps
-    missing = [step for step in range(config.num_steps) if step not in steps]
+    first, end = config.debug.steps or (0, config.num_steps)
+    missing = [step for step in range(first, end) if step not in steps]
     if not same or not whole or missing:
         got = f"nothing of step {missing[0]}" if missing else "others" if whole else "a part of its samples"
         yield error(
-            f"debug.train_only must name a run with samples.keep 1, and prompts and samples a step as here, that has steps 0 to "
-            f"{config.num_steps - 1}, got {got} in {run}. Lower num_steps, or name another run"
+            f"debug.train_only must name a run with samples.keep 1, and prompts and samples a step as here, that has steps "
+            f"{first} to {end - 1}, got {got} in {run}. Lower num_steps, or name another run"
         )
         return
-    yield ok(f"{config.num_steps} steps are trained on samples of {run}, and nothing is generated for them")
+    yield ok(f"{end - first} steps are trained on samples of {run}, and nothing is generated for them")

@@ -8,6 +8,7 @@ Invariant: figures that depend on time (seconds, and what counts by source) are 
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -36,6 +37,7 @@ _FIGURES = (
 _LAST = ("reward_mean", "loss", "entropy", "kl", "grad_norm", "step_s")
 _MANY = 20
 _WIDTH = 60
+_TIMED = re.compile(r"^time$|^mfu$|_s$|_per_s_")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,27 +66,36 @@ class Comparison:
 
 def compare(first: Path, second: Path) -> Comparison:
     runs = (first, second)
-    ours, theirs = (read_json(run / "config.resolved.json") for run in runs)
-    a, b = (gathered(run) for run in runs)
-    made = {"settings": {name: pair for name, *pair in parted(ours, theirs) if name not in ("name", "run_dir")}}
-    made |= {
-        part: {n: pair for n, *pair in parted(a[part], b[part])} for part in ("code", "packages", "data", "machine")
-    }
     steps = [step_records(run / "metrics.jsonl") for run in runs]
     bits = None
     if all((run / PARITY).is_dir() for run in runs):
         bits = first_difference(first, second) or ""
-    return Comparison(made, _parting(*steps), _figures(runs, steps), bits)
+    return Comparison(made_of(first, second), _parting(*steps), _figures(runs, steps), bits)
+
+
+def made_of(first: Path, second: Path) -> dict[str, dict[str, list[Any]]]:
+    """`Comparison.made`."""
+    ours, theirs = (read_json(run / "config.resolved.json") for run in (first, second))
+    a, b = gathered(first), gathered(second)
+    made = {"settings": {name: pair for name, *pair in parted(ours, theirs) if name not in ("name", "run_dir")}}
+    return made | {
+        part: {n: pair for n, *pair in parted(a[part], b[part])} for part in ("code", "packages", "data", "machine")
+    }
 
 
 def _parting(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> Parting:
     by_step = {record["step"]: record for record in theirs}
     common = [(record, by_step[record["step"]]) for record in ours if record["step"] in by_step]
     for a, b in common:
-        names = [name for name in a.keys() | b.keys() if name != "time" and not name.endswith("_s")]
-        if unequal := {name: (a.get(name), b.get(name)) for name in sorted(names) if a.get(name) != b.get(name)}:
+        if unequal := differing(a, b):
             return Parting(len(common), a["step"], unequal)
     return Parting(len(common), None, {})
+
+
+def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Metric of a step -> its two values, where these are not equal, and not because of a clock."""
+    names = (name for name in sorted(ours.keys() | theirs.keys()) if _TIMED.search(name) is None)
+    return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}
 
 
 def _figures(runs: Sequence[Path], steps: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[Any]]:
@@ -100,21 +111,21 @@ def lines(names: Sequence[str], found: Comparison) -> list[str]:
     text = []
     for part, unequal in found.made.items():
         text.append(f"{part}: " + (f"{len(unequal)} differ" if unequal else "equal"))
-        text += [f"  {name}: {_short(a)} | {_short(b)}" for name, (a, b) in list(unequal.items())[:_MANY]]
+        text += [f"  {name}: {short(a)} | {short(b)}" for name, (a, b) in list(unequal.items())[:_MANY]]
         text += [f"  ... {len(unequal) - _MANY} more: --json has all"] * (len(unequal) > _MANY)
     metrics = found.metrics
     if metrics.step is None:
         text.append(f"metrics: equal in all {metrics.num_steps} steps that both have")
     else:
         text.append(f"metrics: part in step {metrics.step}, in {len(metrics.metrics)} of them")
-        text += [f"  {name}: {_short(a)} | {_short(b)}" for name, (a, b) in list(metrics.metrics.items())[:_MANY]]
+        text += [f"  {name}: {short(a)} | {short(b)}" for name, (a, b) in list(metrics.metrics.items())[:_MANY]]
     if found.bits is not None:
         text.append(f"to the bit: {found.bits or 'equal in all steps: ids, rows and weights'}")
     text += ["", f"{'at the end':<20}{names[0]:<24}{names[1]}"]
-    return text + [f"{name:<20}{_short(a):<24}{_short(b)}" for name, (a, b) in found.figures.items()]
+    return text + [f"{name:<20}{short(a):<24}{short(b)}" for name, (a, b) in found.figures.items()]
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     text = f"{value:.9g}" if isinstance(value, float) else "-" if value is None else str(value)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
 

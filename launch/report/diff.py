@@ -24,9 +24,9 @@ def show_diff(first: Path, second: Path, *, ids_only: bool) -> int:
     return int(found is not None)
 
 
-def first_difference(first: Path, second: Path, *, ids_only: bool = False) -> str | None:
+def first_difference(first: Path, second: Path, *, ids_only: bool = False, only: int | None = None) -> str | None:
     """The first difference in words, or None. `ids_only` looks at which samples were trained, in which order, alone: what
-    holds above max_staleness 0, where rounds are cut by lengths and lengths come from other weights.
+    holds above max_staleness 0, where rounds are cut by lengths and lengths come from other weights. only: this step alone.
 
     Raises ConfigError for a run without parity files.
     """
@@ -36,7 +36,7 @@ def first_difference(first: Path, second: Path, *, ids_only: bool = False) -> st
     if ours.keys() != theirs.keys():
         return f"the runs trained on {len(ours)} and {len(theirs)} ranks, whose rounds cannot be compared"
     steps = sorted({step for ranks in (ours, theirs) for found in ranks.values() for step in found})
-    for step in steps:
+    for step in steps if only is None else [only]:
         for rank in sorted(ours):
             a, b = ours[rank].get(step), theirs[rank].get(step)
             if a is None or b is None:

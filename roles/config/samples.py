@@ -86,6 +86,9 @@ class DebugConfig(Section):
     place = "debug"
     train_only: Annotated[Path, AfterValidator(Path.absolute)] | None = None
     """A run directory with `samples.keep` 1: its steps are trained on its samples, and nothing is generated for them."""
+    steps: tuple[int, int] | None = None
+    """Of `train_only`, the first step that is trained and the one before which it ends, in a run that goes on from a checkpoint
+    of that run and gives each prompt group the samples that it had; `rondo replay` sets it. None: all of its steps."""
     rollout_only: bool = False
     """Samples are generated, scored and kept (`samples.keep`), and nothing is trained: every version is the first."""
 
@@ -95,3 +98,8 @@ class DebugConfig(Section):
     def refused(self) -> Iterator[str]:
         if self.train_only is not None and self.rollout_only:
             yield "debug.rollout_only must be False with debug.train_only, which generates nothing, got True. Remove one"
+        if self.steps is not None and (self.train_only is None or not 0 <= self.steps[0] < self.steps[1]):
+            yield (
+                f"debug.steps must be (first, end) of debug.train_only, with 0 <= first < end, got {self.steps}. Remove it, or "
+                "use `rondo replay`"
+            )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ async def test_a_step_gets_the_samples_that_the_same_step_trained_and_nothing_is
         groups = Groups(bus, KeptSamples(), num_samples=2)
         config = groups.job.config
         config.rollout.prompts_per_step, config.distillation = 2, None  # type: ignore[misc]
+        config.debug = SimpleNamespace(steps=None)  # type: ignore[misc,assignment]
         groups.given = Given(tmp_path, config)
         for grant in grants[:2]:
             await groups.fill(Lease(**{**grant, "have": {}}))
@@ -53,6 +55,11 @@ async def test_a_step_gets_the_samples_that_the_same_step_trained_and_nothing_is
         for each, row in zip(found, [*rows[2:], *rows[:2]], strict=True):
             for name, of in (("tokens", "tokens"), ("loss_mask", "mask"), ("rollout_log_probs", "rollout_log_probs")):
                 np.testing.assert_array_equal(each.columns[name], row.columns[of])
+        config.debug.steps = (0, 1)  # type: ignore[misc]
+        again = Given(tmp_path, config)
+        assert [row.sample for row in await again._of(0, 9) or ()] == [0, 1]  # a replay goes by the numbers of groups
+        await again.put(bus, "", grants[2]["group"], grants[2]["epoch"], 0, has_media=False)
+        assert index.counts["filtered"] == 1
         with pytest.raises(
             Fatal, match=r"debug.train_only must name a run that has kept 2 whole prompt groups of step 7, got 0"
         ):

@@ -1,0 +1,216 @@
+"""`rondo replay RUN --step K`: a step trained again, from the samples that it was trained on.
+
+Owns which checkpoint it starts from, the settings of that run, and the comparison. Does not own training on kept samples
+(`debug.train_only`, `roles/sampling/given.py`), nor going on from a checkpoint, which every run does that finds one.
+
+    RUN/checkpoints/step_000040  --linked-->  RUN-replay/checkpoints/step_000040 --steps 40 to K, samples of RUN--> compared in K
+
+Invariant: RUN is read and never written. What is compared is what came out: metrics of training, and the weights; of
+deterministic runs also what the loss was given. Where the run was deterministic all of it is equal to the bit; else what differs
+is said.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from rondo.launch import train
+from rondo.launch.code import belonging_to
+from rondo.launch.config import RunConfig, resolve, unresolve
+from rondo.launch.plan import group_specs
+from rondo.launch.progress import at_work
+from rondo.launch.report.compare import differing, made_of, short
+from rondo.launch.report.diff import first_difference
+from rondo.launch.report.records import read_records, step_records
+from rondo.launch.report.view import say
+from rondo.launch.rundir import existing_run, owner, read_json
+from rondo.roles.training.parity import FOLDER as PARITY
+from rondo.roles.training.trained_samples import steps_of
+from rondo.runtime.checkpoints import check_format, complete, folder_of, goes_on_from, resets, version_of
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.supervision.nursery import Nursery
+from rondo.runtime.supervision.orders import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
+
+_EXIT_INTERRUPTED = 130
+_WEIGHTS = (train.MODEL, train.TEACHERS, "reference")
+"""Folders of weights that a run makes before its first step, or its warm-up leaves."""
+_OF_THE_BUS = {"queues", "rings"}
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What differs in `step`: part of what the runs were made of, or metric -> its two values; the checksums of the version that
+    it made, by role; `bits`: the first difference of deterministic runs, in words, None where there is none."""
+
+    step: int
+    deterministic: bool
+    num_metrics: int
+    made: Mapping[str, tuple[Any, Any]]
+    metrics: Mapping[str, tuple[Any, Any]]
+    checksums: tuple[Mapping[str, int], Mapping[str, int]]
+    bits: str | None
+
+    @property
+    def equal(self) -> bool:
+        ours, theirs = self.checksums
+        return not self.metrics and self.bits is None and ours == theirs and bool(ours)
+
+
+def main(path: Path, *, step: int, plain: bool, as_json: bool) -> int:
+    """0 where everything is equal, 1 where something differs or the replay failed, 130 where it was stopped. ConfigError where
+    nothing was started."""
+    run = existing_run(path)
+    before = belonging_to(unresolve(read_json(run / "config.resolved.json")), run)
+    begun = _begun(run, before, step)
+    train.work_where_it_began(run)
+    say(f"steps {begun} to {step} of {run.name} are trained again, from {f'version {begun}' if begun else 'the start'}")
+    settings = settings_of(before, run, begun, step)
+    options = train.TrainOptions(run / "config.py", plain=plain, trains=False)
+    specs = group_specs(settings)
+    with (
+        Nursery() as nursery,
+        train.prepared(settings, f"{run.name}-replay", options, nursery, specs, num_steps=step + 1) as (made, admin),
+    ):
+        if begun:
+            _link(run, made.path, begun)
+        outcome = train.supervised(train.settings_of(made), made, options, admin, nursery, specs, attempt=0)
+    say(f"run directory: {made.path}")
+    if outcome.exit_code != EXIT_DONE:
+        print(outcome.first_cause, file=sys.stderr)
+        return _EXIT_INTERRUPTED if outcome.exit_code == EXIT_REQUEUE else EXIT_FAILED
+    with at_work(f"compares step {step}"):
+        found = compared(run, made.path, step)
+    if as_json:
+        told = orjson.dumps(asdict(found) | {"equal": found.equal}, option=orjson.OPT_INDENT_2)
+        sys.stdout.buffer.write(told + b"\n")
+    else:
+        print("\n".join(lines(found)))
+    return EXIT_DONE if found.equal else EXIT_FAILED
+
+
+def _begun(run: Path, before: RunConfig, step: int) -> int:
+    """The version to begin with: of the newest whole checkpoint before `step`, or 0. ConfigError where `step` cannot be had."""
+    if owner(run) is not None:
+        raise ConfigError(f"RUN must be over, got {run.name}, which goes on. Wait for its end, or stop it")
+    if before.job != "rl":
+        raise ConfigError(f"RUN must be of job rl, which alone keeps samples, got {before.job}. Name another run")
+    if before.debug.rollout_only:
+        raise ConfigError(f"RUN must have trained, got {run.name} of debug.rollout_only. Name another run")
+    if not before.samples.whole_steps:
+        raise ConfigError(
+            f"RUN must have kept all samples of its steps (samples.keep 1 without samples.rewards), got {before.samples.keep:g} "
+            f"and {before.samples.rewards} of {run.name}. Train with --set samples.keep=1"
+        )
+    kept = steps_of(run)
+    versions = [0, *(version_of(each) for each in complete(run / "checkpoints"))]
+    able = [takewhile(kept.__contains__, range(first, max(kept, default=-1) + 1)) for first in versions]
+    steps = sorted({step for each in able for step in each})
+    if step not in steps:
+        raise ConfigError(
+            f"--step must be one that samples lead to from a checkpoint of {run.name}, or from its start, got {step}. "
+            f"{f'These are steps {_spans(steps)}' if steps else 'There is none'}"
+        )
+    return max(each for each in versions if each <= step)
+
+
+def _spans(steps: list[int]) -> str:
+    """ "0 to 3, 7"."""
+    ends = [step for step in steps if step + 1 not in steps]
+    begins = [step for step in steps if step - 1 not in steps]
+    return ", ".join(f"{a} to {b}" if b > a else f"{a}" for a, b in zip(begins, ends, strict=True))
+
+
+def settings_of(before: RunConfig, run: Path, begun: int, step: int) -> RunConfig:
+    """Those of the run, with its samples in the place of generated ones and without what chooses, watches, evaluates or saves on
+    the way."""
+    tree = resolve(before)
+    tree["train"] |= {"save_every": None, "best": None, "after_save": None}
+    tree["rollout"] |= {"filter": None, "keep": None, "spare_groups": 0, "straggler_deadline_s": None}
+    tree |= {
+        "debug": {"train_only": str(run), "steps": [begun, step + 1]}, "evaluation": None, "trackers": [], "alerts": None,
+        "autoscale": None, "preemption": {}, "admin": {},
+    }  # fmt: skip
+    try:
+        return unresolve(tree, "the settings of a replay")
+    except ConfigError as error:
+        raise ConfigError(
+            f"RUN must be one whose steps can be trained without a rollout, got {run.name}: {error}"
+        ) from error
+
+
+def _link(run: Path, made: Path, version: int) -> None:
+    """The checkpoint, and weights that do not change, so that the new run goes on from there."""
+    source = folder_of(run / "checkpoints", version)
+    check_format(source)
+    for folder in (source, *(run / name for name in _WEIGHTS)):
+        if folder.is_dir():
+            shutil.rmtree(target := made / folder.relative_to(run), ignore_errors=True)
+            shutil.copytree(folder, target, copy_function=_linked)
+    goes_on_from(made, version, reset=version in resets(run))
+
+
+def _linked(source: str, target: str) -> None:
+    """Files of weights are written once, and never to."""
+    try:
+        os.link(source, target)
+    except OSError:  # another disk, or one without links
+        shutil.copy2(source, target)
+
+
+def compared(run: Path, replayed: Path, step: int) -> Replayed:
+    both = (run, replayed)
+    ours, theirs = (
+        next((each for each in step_records(of / "metrics.jsonl") if each["step"] == step), {}) for of in both
+    )
+    names = ours.keys() & theirs.keys() - _OF_THE_BUS
+    metrics = {name: pair for name, pair in differing(ours, theirs).items() if name in names}
+    deterministic = all((each / PARITY).is_dir() for each in both)
+    bits = first_difference(run, replayed, only=step) if deterministic else None
+    made = {
+        f"{part} {name}": (pair[0], pair[1])
+        for part, unequal in made_of(run, replayed).items() if part != "settings" for name, pair in unequal.items()
+    }  # fmt: skip
+    checksums = (_checksums(run, step + 1), _checksums(replayed, step + 1))
+    return Replayed(step, deterministic, len(names), made, metrics, checksums, bits)
+
+
+def _checksums(run: Path, version: int) -> Mapping[str, int]:
+    """Of the weights of each role, as they were committed last; empty where the run did not tell."""
+    found: Mapping[str, int] = {}
+    for record in read_records(run / "events.jsonl"):
+        if record["kind"] == "committed" and record.get("version") == version:
+            found = record.get("checksums", {})
+    return found
+
+
+def lines(found: Replayed) -> list[str]:
+    """The comparison as text, the verdict first."""
+    if found.equal:
+        text = [f"step {found.step} came out equal, to the bit"]
+    elif found.deterministic:
+        text = [f"step {found.step} came out otherwise, and both runs are deterministic: {found.bits or 'see below'}"]
+    else:
+        text = [
+            f"step {found.step} came out otherwise. The run was not deterministic: which rows are computed together, how many "
+            "threads sum them and which weights old log-probs are under may change; with --set deterministic=True they do not"
+        ]
+    text += [f"  {name}: {short(a)} | {short(b)}" for name, (a, b) in found.made.items()]
+    of = f"{len(found.metrics)} of {found.num_metrics} differ" if found.metrics else f"all {found.num_metrics} equal"
+    text.append(f"metrics of training: {of}")
+    text += [f"  {name}: {short(a)} | {short(b)}" for name, (a, b) in found.metrics.items()]
+    ours, theirs = (
+        ", ".join(f"{role} {each:08x}" for role, each in of.items()) or "not told" for of in found.checksums
+    )
+    return [
+        *text,
+        f"weights of version {found.step + 1}: {f'equal, {ours}' if ours == theirs else f'{ours} | {theirs}'}",
+    ]
