@@ -21,7 +21,7 @@ from yarl import URL
 
 from rondo.launch.cli import main
 from rondo.launch.dashboard import behind, memory
-from rondo.launch.dashboard.server import ASSETS, Dashboard
+from rondo.launch.dashboard.server import ASSETS, NICE, Dashboard
 from rondo.launch.rundir import RunDir
 from rondo.runtime.admin.endpoint import AdminServer
 from rondo.runtime.admin.server import bind
@@ -288,6 +288,7 @@ def test_the_command_serves_until_it_is_told_to_end(tmp_path: Path) -> None:
         )
         with urllib.request.urlopen(request) as answer:
             assert json.load(answer)["total"] == 13
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == min(os.getpriority(os.PRIO_PROCESS, 0) + NICE, 19)
         os.kill(process.pid, signal.SIGTERM)
         assert process.wait(60) == 0
 
