@@ -17,9 +17,9 @@ import itertools
 import logging
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rondo.models.media.refs import MediaRef
 from rondo.roles.data.cursor import Balance, Mixture, Order, Windows, held_out_rows
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Dataset", "Row", "RowError", "Rows", "demonstrations", "open_dataset", "open_splits", "train_order"]
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 _NUM_TRIED = 16
 """Rows that are read before a data set is refused for what is wrong with the first of them."""
@@ -85,15 +86,27 @@ class Dataset:
 
     def row(self, index: int) -> Row:
         """Row `index` of this data set. RowError when it lacks a named column or holds the wrong kind of value."""
+        return self._read(index, lambda at: row_of(self._source.read(at), self._config, self._source.name_of(at)))
+
+    def prompt(self, index: int) -> str | list[dict[str, Any]]:
+        """That row's prompt alone, its media neither read nor taken out of it. RowError as `row`."""
+
+        def made(at: int) -> str | list[dict[str, Any]]:
+            prompt = self._source.read(at, late=False).get(self._config.prompt)
+            return prompt if isinstance(prompt, str) else read_messages(self._source.name_of(at), prompt, self._config)
+
+        return self._read(index, made)
+
+    def _read(self, index: int, make: Callable[[int], _T]) -> _T:
         at = self._indices[index]
-        name = self._source.name_of(at)
         try:
-            return row_of(self._source.read(at), self._config, name)
+            return make(at)
         except RowError as error:
             raise RowError(settings_at(self._name, str(error), "data")) from error
         except Exception as error:  # of rows that a user's code makes as they are read, any
             raise RowError(
-                f"{name}: row must be read without errors, got {type(error).__name__}: {error}. Correct or remove the row"
+                f"{self._source.name_of(at)}: row must be read without errors, got {type(error).__name__}: {error}. Correct or "
+                "remove the row"
             ) from error
 
     def fingerprint(self) -> Fingerprint:
@@ -139,16 +152,24 @@ class MixedDataset(Dataset):
         self.left_out = [why for part in parts.values() for why in part.left_out]
 
     def row(self, index: int) -> Row:
-        at = self._indices[index]
-        number = bisect.bisect_right(self._firsts, at) - 1
-        name = list(self._parts)[number]
-        row = self._parts[name].row(at - self._firsts[number])
+        name, part, at = self._part_of(index)
+        row = part.row(at)
         prompt, system = row.prompt, self._config.sources[name].system
         if system is not None:
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             told = [] if messages[0]["role"] == "system" else [{"role": "system", "content": system}]
             prompt = [*told, *messages]
         return replace(row, prompt=prompt, metadata={**row.metadata, **self._given.get(name, {})}, source=name)
+
+    def prompt(self, index: int) -> str | list[dict[str, Any]]:
+        _, part, at = self._part_of(index)
+        return part.prompt(at)
+
+    def _part_of(self, index: int) -> tuple[str, Dataset, int]:
+        at = self._indices[index]
+        number = bisect.bisect_right(self._firsts, at) - 1
+        name = list(self._parts)[number]
+        return name, self._parts[name], at - self._firsts[number]
 
     def fingerprint(self) -> Fingerprint:
         every = [part.fingerprint() for part in self._parts.values()]

@@ -137,8 +137,8 @@ class Sliced:
     def digest(self, num_rows: int) -> str:
         return digest_of(lambda index: self._source.read(self._rows[index]), sampled(num_rows, MOST_SAMPLED))
 
-    def read(self, index: int) -> Mapping[str, Any]:
-        return self._source.read(self._rows[index])
+    def read(self, index: int, *, late: bool = True) -> Mapping[str, Any]:
+        return self._source.read(self._rows[index], late=late)
 
     def name_of(self, index: int) -> str:
         return self._source.name_of(self._rows[index])

@@ -55,7 +55,10 @@ class Source(Protocol):
     groups: np.ndarray | None
 
     def __len__(self) -> int: ...
-    def read(self, index: int) -> Mapping[str, Any]: ...
+    def read(self, index: int, *, late: bool = True) -> Mapping[str, Any]:
+        """`late`: with columns of media that are not in memory."""
+        ...
+
     def name_of(self, index: int) -> str: ...
     def digest(self, num_rows: int) -> str:
         """Of the first rows and their order, by a sample of them."""
@@ -87,7 +90,7 @@ class JsonLines:
         )
         return digest_of(self._line, sampled(num_rows, MOST_SAMPLED), lengths)
 
-    def read(self, index: int) -> Mapping[str, Any]:
+    def read(self, index: int, *, late: bool = True) -> Mapping[str, Any]:
         line = self._line(index)
         try:
             values = _parsed(line)
@@ -201,9 +204,9 @@ class Parquet:
             return self._digests[self._group_files[self._group_of(max(0, num_rows - 1))]]
         return digest_of(self._values, sampled(num_rows, MOST_SAMPLED))
 
-    def read(self, index: int) -> Mapping[str, Any]:
+    def read(self, index: int, *, late: bool = True) -> Mapping[str, Any]:
         values = self._values(index)
-        return {**values, **self._read_late(index)} if self._late else values
+        return {**values, **self._read_late(index)} if late and self._late else values
 
     def name_of(self, index: int) -> str:
         return f"{self._name} row {index}"
@@ -292,7 +295,7 @@ class Listed:
     def digest(self, num_rows: int) -> str:
         return digest_of(self._rows.__getitem__, sampled(num_rows, self._num_sampled))
 
-    def read(self, index: int) -> Mapping[str, Any]:
+    def read(self, index: int, *, late: bool = True) -> Mapping[str, Any]:
         values = self._rows[index]
         if not isinstance(values, Mapping):
             raise RowError(f"{self.name_of(index)}: row must be a dict, got {type(values).__name__}. Correct it")
