@@ -33,12 +33,12 @@ def main(source: Path, out: Path, dtype: str, merged: bool = False, checkpoint: 
         from rondo.models.adapter_export import export_adapter, export_merged  # load torch
         from rondo.models.checkpoint import export
 
+        scores = read_json(run / "config.resolved.json").get("job") == "reward_model"
         if lora is None:
-            scores = read_json(run / "config.resolved.json").get("job") == "reward_model"
             export(found, out.absolute(), path, dtype=dtype, scores=scores)
         else:
             write = export_merged if merged else export_adapter
-            write(found, out.absolute(), path, lora, dtype=dtype)
+            write(found, out.absolute(), path, lora, dtype=dtype, scores=scores)
     what = "" if lora is None else "base and adapter of " if merged else "adapter of "
     print(f"{out}: {what}{found.name} of {run.name} in {dtype}")
     return 0

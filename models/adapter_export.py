@@ -14,23 +14,36 @@ import torch
 from rondo.models.checkpoint import export_hf, read_weights, write_adapter_folder
 from rondo.models.config import LoraConfig
 from rondo.models.load import empty_model, load_model
-from rondo.models.lora import PREFIX, adapt, load_published
+from rondo.models.lora import adapt, load_published, published_adapter
 from rondo.models.names import adapter_tensors
+from rondo.models.value_head import give_value_head
 
 
-def export_adapter(folder: Path, out: Path, model_path: str, settings: LoraConfig, *, dtype: str = "float32") -> None:
-    """Write the adapter of the checkpoint `folder`, whose base is at `model_path`, as the folder `out` that peft loads.
+def export_adapter(
+    folder: Path, out: Path, model_path: str, settings: LoraConfig, *, dtype: str = "float32", scores: bool = False
+) -> None:
+    """Write the adapter of the checkpoint `folder`, whose base is at `model_path`, as the folder `out` that peft loads. scores:
+    it is a reward model's, with its head.
 
     Raises CorruptData for a checkpoint without its marker, or of another adapter."""
     model = empty_model(model_path)
+    if scores:
+        give_value_head(model, whole=True)
     adapt(model, settings)
     write_adapter_folder(out, model, model_path, dtype=dtype, tensors=_stored(folder, model))
 
 
-def export_merged(folder: Path, out: Path, model_path: str, settings: LoraConfig, *, dtype: str = "float32") -> None:
+def export_merged(
+    folder: Path, out: Path, model_path: str, settings: LoraConfig, *, dtype: str = "float32", scores: bool = False
+) -> None:
     """Write the base at `model_path` with the adapter of the checkpoint `folder` merged into it as the Hugging Face folder `out`:
     in one process, which holds the base in `dtype`. Raises as `export_adapter`, and NoRoom."""
-    model = load_model(model_path, dtype=dtype)
+
+    def cut(model: Any) -> None:
+        if scores:
+            give_value_head(model, whole=True)
+
+    model = load_model(model_path, dtype=dtype, cut=cut)
     adapt(model, settings, dtype=torch.float32)
     load_published(model, _stored(folder, model))
     export_hf(out, model, model_path, dtype=dtype)
@@ -40,4 +53,4 @@ def _stored(folder: Path, model: Any) -> dict[str, torch.Tensor]:
     """Published names, float32."""
     found = {name: torch.empty(tensor.shape) for name, tensor in adapter_tensors(model).items()}
     read_weights(folder, found)
-    return {f"{PREFIX}{name}": tensor for name, tensor in found.items()}
+    return dict(zip(published_adapter(model), found.values(), strict=True))

@@ -13,8 +13,8 @@ called may try again.
         trainer.json   number of processes, learning rates
         index.json     whatever the caller gave as `extra`
         ...            what the caller wrote `beside` them
-        hf/            optional: config, safetensors, tokenizer, processor files; of a model with adapters, of which alone
-        adapter/       the shards are, these in peft's form
+        hf/            optional: config, safetensors, tokenizer, processor files, adapters merged; of a policy with adapters,
+        adapter/       of which alone the shards are, these in peft's form
         COMPLETE
 """
 
@@ -48,7 +48,7 @@ from rondo.models.names import (
 )
 from rondo.models.published import weights_on_first
 from rondo.models.state import named_tensors, options, random_states, set_options, set_random_states
-from rondo.models.value_head import give_value_head
+from rondo.models.value_head import give_value_head, value_head_of
 from rondo.runtime.checkpoints import MARKER, NoRoom, check_format, flush, flush_tree, free_bytes, is_full, publish
 from rondo.runtime.errors import CorruptData, PeerGone, RondoError
 from rondo.runtime.memory.to_host import to_host
@@ -126,25 +126,30 @@ def save(
     checkpoint holds what others load of it too: a Hugging Face folder `hf`, or `adapter`. Raises NoRoom.
     """
 
-    adapters = adapter_tensors(model)
+    alone = _leaves_adapter(model)
 
     def write_result(aside: Path) -> None:
-        if tokenizer_path is not None and not adapters:
+        if tokenizer_path is not None and not alone:
             tensors = weights_on_first(model, "float32", beside=_group(group))
             _write_hf(aside / HF, model, tokenizer_path, "float32", tensors)
         elif tokenizer_path is not None and _rank() == 0:
             write_adapter(aside / ADAPTER, model, tokenizer_path, "float32")
 
-    written = adapters.values() if adapters else model.parameters()
+    written = adapter_tensors(model).values() if alone else model.parameters()
     num_bytes = _folder_bytes(written, "float32") if tokenizer_path is not None else 0
     _write(folder, Staged(_state(model, optimizer), options(optimizer)), extra, group, beside, write_result, num_bytes)
 
 
 def add_result(folder: Path, model: Any, tokenizer_path: str, *, group: dist.ProcessGroup | None = None) -> None:
     """What `save` adds with `tokenizer_path`, to a checkpoint that lacks it (collective). Raises NoRoom."""
-    export, name = (write_adapter_folder, ADAPTER) if adapter_tensors(model) else (export_hf, HF)
+    export, name = (write_adapter_folder, ADAPTER) if _leaves_adapter(model) else (export_hf, HF)
     if not (folder / name).exists():
         export(folder / name, model, tokenizer_path, group=group)
+
+
+def _leaves_adapter(model: Any) -> bool:
+    """A model that scores is asked whole: by a scorer, or as the beginning of a critic."""
+    return bool(adapter_tensors(model)) and value_head_of(model) is None
 
 
 def _state(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:

@@ -13,8 +13,10 @@ memory; here a product gets two more tensors, and all that is known of a model b
 The experts of a layer lie in one tensor, and so do their adapters: A [E, rank, in], B [E, out, rank], each expert's own, computed
 by grouped products as their weights are (`parallel/experts.py`). In a folder they lie as peft has them (`for_peft`).
 
-Every rank holds the adapters whole, also where FSDP2 has cut the base, or experts lie apart: they are a hundredth of it, so a
-micro-batch sends nothing for them, and their gradients are summed once an update.
+A value head (`value_head.py`) is trained whole beside adapters, and goes with them: in a folder it is peft's module to save.
+
+Every rank holds the adapters, and such a head, whole, also where FSDP2 has cut the base, or experts lie apart: they are a
+hundredth of it, so a micro-batch sends nothing for them, and their gradients are summed once an update.
 
 Invariant: a fresh adapter changes nothing, for its B is 0; and what it draws depends on the seed and its name alone.
 
@@ -40,7 +42,15 @@ from transformers.integrations.moe import _grouped_linear
 
 from rondo.models.config import LoraConfig
 from rondo.models.families import family_of
-from rondo.models.names import adapter_tensors, load_disk_tensors, local_part, own_slices, with_local_part
+from rondo.models.names import (
+    HEAD,
+    SCORE,
+    adapter_tensors,
+    load_disk_tensors,
+    local_part,
+    own_slices,
+    with_local_part,
+)
 from rondo.models.parallel.experts import experts_of, in_one_piece
 from rondo.models.parts import LANGUAGE, part_of
 from rondo.runtime.errors import ConfigError
@@ -135,12 +145,12 @@ class OfExperts(nn.Module, Adapter):
 
 def adapt(model: Any, settings: LoraConfig, *, seed: int = 0, dtype: torch.dtype | None = None) -> None:
     """Gives products of `model`, whole or cut, a fresh adapter of `dtype` (None: that of the product), in place; nothing else of
-    it is trained from now on.
+    it is trained from now on, but a value head.
 
     Raises ConfigError for targets that are not in the model or cannot have one.
     """
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name == getattr(model, HEAD, None))
     for path, module in _chosen(model, settings.targets).items():
         linear, name = isinstance(module, nn.Linear), path.rpartition(".")[2]
         made: Any = Adapted.of(module, settings, dtype) if linear else OfExperts.of(module, name, settings, dtype)
@@ -245,9 +255,13 @@ def _no_product(model: Any, target: str, products: Mapping[str, Any]) -> ConfigE
 def published_adapter(model: Any, dtype: str | None = None) -> dict[str, torch.Tensor]:
     """Published name -> the whole tensor, cast to `dtype`; without a cast it is the model's own. Empty without adapters."""
     cast = getattr(torch, dtype) if dtype is not None else None
-    return {
-        f"{PREFIX}{name}": tensor.detach().to(cast or tensor.dtype) for name, tensor in adapter_tensors(model).items()
-    }
+    return {name: tensor.detach().to(cast or tensor.dtype) for name, tensor in _published(model).items()}
+
+
+def _published(model: Any) -> dict[str, torch.Tensor]:
+    """Published name -> the model's own tensor."""
+    head = getattr(model, HEAD, None)
+    return {f"{PREFIX}{SCORE if name == head else name}": each for name, each in adapter_tensors(model).items()}
 
 
 def for_peft(adapter: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -276,7 +290,8 @@ def adapter_config(
 
     others: paths of products without adapter. Where a target's last name is also one of theirs, targets are whole paths. mixture:
     of a model with experts. peft takes what has the name of an expert's product on disk for that, unless it is a parameter."""
-    paths = dict.fromkeys(name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in names)
+    own = [name.removeprefix(PREFIX) for name in names]
+    paths, scores = dict.fromkeys(name.rpartition(".lora_")[0] for name in own if name != SCORE), SCORE in own
     parameters = {path: path.removesuffix(_BESIDE) for path in paths if path.endswith(_BESIDE)}
     if mixture:
         parameters |= {path: f"{path}.weight" for path in paths if path.rpartition(".")[2] in _ON_DISK}
@@ -285,7 +300,7 @@ def adapter_config(
     exact = last.keys().isdisjoint(path.rpartition(".")[2] for path in others)
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if scores else "CAUSAL_LM",
         "base_model_name_or_path": base,
         "r": settings.rank,
         "lora_alpha": settings.alpha,
@@ -296,7 +311,7 @@ def adapter_config(
         "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": ["score"] if scores else None,
         "use_rslora": False,
         "use_dora": False,
     }
@@ -318,11 +333,11 @@ def load_published(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
 
     Raises ConfigError, having written nothing, unless names and shapes are exactly the model's.
     """
-    own = adapter_tensors(model)
+    own = _published(model)
     if not own:
         load_disk_tensors(model, tensors)
         return
-    shapes = {f"{PREFIX}{name}": tensor.shape for name, tensor in own.items()}
+    shapes = {name: tensor.shape for name, tensor in own.items()}
     wrong = sorted(shapes.keys() ^ tensors.keys()) + [
         n for n in shapes if n in tensors and tensors[n].shape != shapes[n]
     ]
@@ -333,7 +348,7 @@ def load_published(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
         )
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(tensors[f"{PREFIX}{name}"])
+            tensor.copy_(tensors[name])
 
 
 def canary_of(shapes: Mapping[str, Iterable[int]], settings: LoraConfig) -> dict[str, torch.Tensor]:

@@ -82,8 +82,10 @@ def memory_tensors(model: Any) -> dict[str, torch.Tensor]:
 
 
 def adapter_tensors(model: Any) -> dict[str, torch.Tensor]:
-    """Every parameter of its adapters (`lora.py`), whole on every rank."""
-    return {name: each for name, each in model.named_parameters() if ADAPTER.search(name)}
+    """Every parameter of its adapters (`lora.py`), and of a value head beside them: all that is trained, whole on every rank.
+    Empty without adapters."""
+    found, head = {n: each for n, each in model.named_parameters() if ADAPTER.search(n)}, getattr(model, HEAD, None)
+    return found | {head: model.get_parameter(head)} if found and head is not None else found
 
 
 def kept_in_float32(model: Any) -> frozenset[str]:

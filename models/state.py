@@ -29,7 +29,7 @@ FORMAT = 1
 
 def named_tensors(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
     """The live tensors of model and optimizer by name: DTensors where the model is sharded, detached. Of a model with adapters
-    these alone: nothing else of it changes."""
+    these alone, and a value head: nothing else of it changes."""
     drop_copies(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     lasting = adapter_tensors(model) or memory_tensors(model)

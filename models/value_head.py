@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from rondo.models.names import HEAD, SCORE, own_slices
+from rondo.models.names import ADAPTER, HEAD, SCORE, own_slices
 from rondo.runtime.errors import ConfigError
 
 ENDS = "scores_end_of_sequence"
@@ -32,24 +32,26 @@ _STD, _SEED = 0.02, 0x5EED
 
 class ValueHead(nn.Module):
     """hidden states [..., H] -> values float32 [..., 1]. Without a bias: returns have no scale of their own that the first steps
-    would not find."""
+    would not find. whole: it lies so on every rank, and computes in float32."""
 
-    def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, hidden_size: int, *, dtype: torch.dtype, device: torch.device, whole: bool = False) -> None:
         super().__init__()
-        self.value = nn.Parameter(torch.empty(1, hidden_size, dtype=dtype, device=device))
+        self.value = nn.Parameter(torch.empty(1, hidden_size, dtype=torch.float32 if whole else dtype, device=device))
+        self.whole = whole
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden.float(), self.value.float())
 
 
-def give_value_head(model: Any) -> None:
-    """In place; for a model without weights yet. ConfigError for one without an output layer."""
+def give_value_head(model: Any, *, whole: bool = False) -> None:
+    """In place; for a model without weights yet. ConfigError for one without an output layer. whole: as what is trained beside
+    adapters is, on every rank and in float32, whatever the model's."""
     before = model.get_output_embeddings()
     if before is None:
         raise ConfigError(f"{type(model).__name__} must have an output layer, got none. Choose a causal LM")
     at = next(name for name, module in model.named_modules() if module is before)
     model.set_output_embeddings(
-        ValueHead(before.weight.shape[1], dtype=before.weight.dtype, device=before.weight.device)
+        ValueHead(before.weight.shape[1], dtype=before.weight.dtype, device=before.weight.device, whole=whole)
     )
     for held in ("_tied_weights_keys", "all_tied_weights_keys"):
         tied = getattr(model, held, None) or {}
@@ -62,6 +64,11 @@ def value_head_of(model: Any) -> str | None:
     return next((name for name, module in model.named_modules() if isinstance(module, ValueHead)), None)
 
 
+def whole_heads(model: Any) -> set[nn.Parameter]:
+    """Its value head, if it has one that is whole on every rank."""
+    return {module.value for module in model.modules() if isinstance(module, ValueHead) and module.whole}
+
+
 def check_scores(model: Any) -> None:
     """ConfigError where transformers has no model for sequence classification that is the trunk of `model`, which has a value
     head, and one layer `score`."""
@@ -70,7 +77,8 @@ def check_scores(model: Any) -> None:
     if type(config) in auto._model_mapping:
         with torch.device("meta"):
             names = set(auto.from_config(config).state_dict())
-    if names != model.state_dict().keys() - {getattr(model, HEAD)} | {SCORE}:
+    own = {name for name in model.state_dict() if not ADAPTER.search(name)}
+    if names != own - {getattr(model, HEAD)} | {SCORE}:
         raise ConfigError(
             f"transformers must have {type(model).__name__.removeprefix('FSDP')} as a model for sequence classification, of the "
             f"same trunk and {SCORE}, got none. Choose a text model of another family"

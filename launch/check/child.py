@@ -35,6 +35,7 @@ from rondo.runtime.errors import ConfigError
 from rondo.runtime.memory.free import free_memory_bytes
 from rondo.runtime.reference import in_one_line, uncollected
 from rondo.runtime.sandbox.sandbox import use
+from rondo.runtime.section import settings_at
 
 QUESTION = "question.json"
 ANSWER = "answer.json"
@@ -226,6 +227,8 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
         report.look(lambda: check_experts(model, config.train.mesh.ep), "train.mesh.ep")
     report.look(lambda: look_at_routers(config, report, model), "train.router_replay")
     report.facts.shape = shape_of(model)
+    if config.critic is not None and config.critic.lora is not None:
+        report.look(lambda: look_at_critic(config, report, path), "critic.lora")
     needs_template = any(data.apply_chat_template for data in config.named_data().values())
     tokenizers.append(load_tokenizer(path, needs_chat_template=needs_template))
     if config.job == "rl":
@@ -371,6 +374,26 @@ def look_at_routers(config: RunConfig, report: Report, model: Any) -> None:
         f"{len(routers_of(model))} layers send each token to {routing.top_k} of {routing.num_experts} experts: "
         f"{routing.token_bytes} bytes a token to record",
     )
+
+
+def look_at_critic(config: RunConfig, report: Report, path: str) -> None:
+    """The targets of its adapters are its model's own."""
+    from rondo.models.load import empty_model
+    from rondo.models.lora import adapt
+    from rondo.models.names import adapter_tensors
+    from rondo.models.value_head import give_value_head
+
+    critic = config.critic
+    assert critic is not None and critic.lora is not None and report.facts.shape is not None
+    model = empty_model(critic.path or path)
+    give_value_head(model, whole=True)
+    try:
+        adapt(model, critic.lora)
+    except ConfigError as error:
+        raise ConfigError(settings_at("critic.lora", str(error), critic.lora.place)) from error
+    trained = sum(tensor.numel() for tensor in adapter_tensors(model).values())
+    report.facts.shape = replace(report.facts.shape, critic_adapters=trained)
+    report.add("ok", f"{trained:,} parameters of the critic are trained, in its adapters and its head")
 
 
 def look_at_frozen(config: RunConfig, report: Report, model: Any) -> None:

@@ -59,6 +59,8 @@ class Shape:
     """With `train.lora`: of all adapters, which every process that trains holds whole."""
     adapter_tensors: int = 0
     """How many tensors these are."""
+    critic_adapters: int = 0
+    """With `critic.lora`: of all of them, and of the head."""
     routed_bytes: int = 0
     """Of a mixture of experts: the names of the experts that one token goes to, in all layers."""
 

@@ -251,13 +251,15 @@ def group_bytes(config: RunConfig, routed: int) -> int:
 
 def _snapshot(config: RunConfig, num_parameters: int, shape: Shape | None, num_ranks: int, role: str = "actor") -> int:
     """Of one rank: float32 weights, and Adam's two moments of what is trained. Encoders that are not cut lie in each, and
-    adapters, beside which nothing else is there; a critic trains all of its decoder."""
+    adapters, beside which nothing else is there; a critic without them trains all of its decoder."""
     critic = config.critic if role == "critic" else None
     _, num_shards = (config.train.mesh if critic is None else critic.mesh).shape(num_ranks)
     if shape is None:
         return -(-12 * num_parameters // num_shards)
     if config.train.lora is not None and critic is None:
         return 12 * shape.adapters
+    if critic is not None and critic.lora is not None:
+        return 12 * shape.critic_adapters
     trained = shape.trained_decoder if critic is None else shape.decoder_parameters
     decoder = 4 * shape.decoder_parameters + 8 * trained
     encoders = 4 * shape.encoder_parameters + 8 * shape.trained_encoders

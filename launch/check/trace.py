@@ -98,7 +98,7 @@ class Tracer:
         critic, train = self._config.critic, self._config.train
         assert critic is not None
         tokens = critic.micro_batch_tokens
-        train = train.model_copy(update={"micro_batch_tokens": tokens, "mesh": critic.mesh, "lora": None})
+        train = train.model_copy(update={"micro_batch_tokens": tokens, "mesh": critic.mesh, "lora": critic.lora})
         return Tracer(self._config.model_copy(update={"train": train}), critic.path or self._path, values=True)
 
     def _training(self, num_ranks: int) -> Traced:
@@ -124,7 +124,7 @@ class Tracer:
     def _trained(self, point: Point, mesh: Mesh, rows: Sequence[TrainRow], rounds: int) -> Told:
         """A micro-batch, the last one, and the step."""
         lora = self._config.train.lora
-        model = self._cut(point, mesh, "float32" if lora is None else self._config.train.dtype)
+        model = self._cut(point, mesh, "float32" if lora is None else self._config.train.dtype, adapts=lora is not None)
         if lora is not None:
             adapt(model, lora, dtype=torch.float32)
         with self._ledger() as ledger:
@@ -203,13 +203,13 @@ class Tracer:
                 response_log_probs(model, packed, temperature=temperature, chunk_tokens=train.log_prob_chunk_tokens)
         return Told({section: peak.parts for section, peak in ledger.peaks.items()}, {})
 
-    def _cut(self, point: Point, mesh: Mesh, dtype: str) -> Any:
+    def _cut(self, point: Point, mesh: Mesh, dtype: str, *, adapts: bool = False) -> Any:
         """As `load_model` has it before it reads."""
         train = self._config.train
         model = without_memory(self._depths.cut(self._model_config, point), dtype).eval()
         model.tie_weights()
         if self._values:
-            give_value_head(model)
+            give_value_head(model, whole=adapts)
         parallel.shard(model, mesh, param_dtype=train.dtype, encoders=train.encoders)
         return model
 

@@ -38,6 +38,7 @@ from rondo.models.parallel.experts import spread, stay_outside_of_graphs
 from rondo.models.routing import the_same_way
 from rondo.models.shared_prefixes import share_prefixes
 from rondo.models.units import decoder_layers, drop_copies, on_copies, owned, sharded_units, towers_of
+from rondo.models.value_head import whole_heads
 from rondo.runtime.errors import ConfigError
 
 _in_float32: WeakSet[Any] = WeakSet()
@@ -57,7 +58,7 @@ def shard(model: Any, mesh: Mesh, *, param_dtype: str = "float32", encoders: str
         return
     layers, towers = decoder_layers(model), towers_of(model)
     whole = {module for tower in towers for module in tower.modules()} if encoders == "replicate" else set[nn.Module]()
-    ignored = {parameter for module in whole for parameter in module.parameters(recurse=False)}
+    ignored = {parameter for module in whole for parameter in module.parameters(recurse=False)} | whole_heads(model)
     placed = spread(model, mesh)
 
     def cut(unit: nn.Module, **options: Any) -> None:
@@ -97,7 +98,7 @@ def compute_in(
             raise ConfigError(
                 f"train.{name} must have decoder layers to act on, got none in {type(model).__name__}. Set it to False"
             )
-    compute, kept = getattr(torch, dtype), _kept(model)
+    compute, kept = getattr(torch, dtype), _kept(model) | whole_heads(model)
     _gather_in(model, compute)
 
     if compiled:

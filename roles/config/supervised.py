@@ -225,8 +225,6 @@ def job_is_not_whole(job: JobConfig) -> Iterator[str]:
     for name in (*balances, "router_bias_update_rate"):
         if value := getattr(job.train, name):
             yield f"train.{name} must be 0 with job {job.job!r}, which evens out no experts so, got {value:g}. Remove it"
-    if job.job == "reward_model" and job.train.lora is not None:
-        yield "train.lora must be None with job 'reward_model', whose head no adapter holds, got settings of it. Remove them"
     best, known = job.train.best, ("loss", *(f"eval_{name}" for name in job.own.figures))
     if best is not None and best.metric not in known:
         yield f"train.best.metric must be one of {', '.join(known)} with job {job.job!r}, got {best.metric!r}. Change it"

@@ -182,6 +182,9 @@ class CriticConfig(OptimizerConfig):
     lr: float = Field(1e-5, gt=0)
     mesh: MeshConfig = MeshConfig()
     """How the processes that train it share copies of it."""
+    lora: LoraConfig | None = None
+    """Adapters of its own are trained, and its head whole, beside weights that stay as they are; None: all of its weights are,
+    also with `train.lora`."""
     only_steps: int = Field(0, ge=0)
     """Steps at the start that train the critic alone: the policy stays as it is."""
     epochs: int | None = Field(None, ge=1)
@@ -195,3 +198,9 @@ class CriticConfig(OptimizerConfig):
                 "critic.min_lr_fraction must be 0 with critic.schedule 'constant', which never falls, "
                 f"got {self.min_lr_fraction}. Set critic.schedule to 'linear' or 'cosine', or remove it"
             )
+        for name in ("dropout", "publish"):
+            if self.lora is not None and (got := getattr(self.lora, name)) != LoraConfig.model_fields[name].default:
+                yield (
+                    f"critic.lora.{name} must be left out, since values are neither published nor computed with noise, got "
+                    f"{got!r}. Remove it"
+                )

@@ -115,23 +115,23 @@ def open_model(
     computes in float32 until it is told otherwise.
 
     None: as it is trained: all of it in float32, or with `train.lora` fresh adapters in float32 beside a base in the dtype of the
-    computation. adapters: the dtype of those that one in `dtype` has. `values`:
-    with a value head, and never with adapters."""
-    lora = None if values else config.train.lora
+    computation. adapters: the dtype of those that one in `dtype` has. `values`: with a value head."""
+    lora = config.train.lora
     if dtype is None:
         dtype, adapters = ("float32", None) if lora is None else (config.train.dtype, torch.float32)
+    adapts = lora is not None and adapters is not None
     settle(config)
     if mesh.ranks is not None:
         give_back_freed()
 
     def cut(model: Any) -> None:
         if values:
-            give_value_head(model)
+            give_value_head(model, whole=adapts)
         parallel.shard(model, mesh, param_dtype=config.train.dtype, encoders=config.train.encoders)
 
     model = load_model(path, dtype=dtype, device=device, attn=config.model.attn, cut=cut)
     packing = accept(model, attn=config.model.attn, dtype=config.train.dtype)
-    if lora is not None and adapters is not None:
+    if lora is not None and adapts:
         adapt(model, lora, seed=config.seed, dtype=adapters)
     return model, packing
 

@@ -27,7 +27,7 @@ from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.algorithms.value_loss import value_sums
-from rondo.roles.config import JobConfig
+from rondo.roles.config import JobConfig, TrainConfig
 from rondo.roles.forward import media_of
 from rondo.roles.training.backend import Backend, Use, make_ready, open_model
 from rondo.runtime.errors import ConfigError
@@ -59,18 +59,25 @@ def open_critic(
                 f"critic.path must know the tokens of the policy, {policy}, got a model of {own}. Name one of the same family"
             )
     mesh = Mesh.open(config.critic.mesh, world_size, device)
-    return critic_of(config, *open_model(config, path, mesh, device=device, values=True), mesh, device)
+    own = config.model_copy(update={"train": train_of_critic(config)})
+    return critic_of(config, *open_model(own, path, mesh, device=device, values=True), mesh, device)
+
+
+def train_of_critic(config: JobConfig) -> TrainConfig:
+    """How a critic's model computes and what of it is trained: towers that the policy leaves as they are stay so here; all else
+    is, or its adapters and its head."""
+    assert config.critic is not None
+    frozen = tuple(part for part in config.train.freeze if part != "language")
+    own = {"freeze": frozen, "freeze_parameters": (), "train_parameters": (), "lora": config.critic.lora}
+    return config.train.model_copy(update=own)
 
 
 def critic_of(config: JobConfig, model: Any, packing: Packing, mesh: Mesh, device: str) -> Backend[ValueObjective]:
-    """The critic of a job with a `model` that has a value head and is cut over `mesh` (collective). Towers that the policy leaves
-    as they are stay so here; all else is trained."""
+    """The critic of a job with a `model` that has a value head and is cut over `mesh` (collective)."""
     critic, train = config.critic, config.train
     assert critic is not None
-    frozen = tuple(part for part in train.freeze if part != "language")
-    ready = train.model_copy(update={"freeze": frozen, "freeze_parameters": (), "train_parameters": (), "lora": None})
     return Backend(
-        make_ready(model, ready), ValueObjective(packing, device, clip=critic.value_clip), critic,
+        make_ready(model, train_of_critic(config)), ValueObjective(packing, device, clip=critic.value_clip), critic,
         num_steps=config.num_steps, mesh=mesh, mini_batches=train.optimizer_steps_per_batch, passes=config.critic_epochs,
         offload=train.offload_optimizer, scales=train.dtype == "float16",
     )  # fmt: skip

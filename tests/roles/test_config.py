@@ -170,12 +170,8 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
         ([("dpo", {"rows": "m:f", "steps": 1, "batch_size": 1})], "dpo must be None with job 'rl'"),
         ([("reward_model", {"rows": "m:f", "steps": 1, "batch_size": 1})], "reward_model must be None with job 'rl'"),
         (
-            [
-                ("job", "reward_model"),
-                ("reward_model", {"rows": "m:f", "steps": 1, "batch_size": 1}),
-                ("train.lora", {}),
-            ],
-            "train.lora must be None with job 'reward_model', whose head no adapter holds",
+            [("algorithm.name", "ppo"), ("critic", {"lora": {"dropout": 0.1}})],
+            "critic.lora.dropout must be left out, since values are neither published nor computed with noise, got 0.1",
         ),
         ([("data.rejected", "bad")], "data.rejected must be None with job 'rl', which has no pairs, got 'bad'"),
         ([("data.margin", "by")], "data.margin must be None with job 'rl', which has no pairs, got 'by'. Remove it"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,14 +25,15 @@ from rondo.models.at_rest import resident
 from rondo.models.load import load_model
 from rondo.models.lora import published_adapter
 from rondo.models.mesh import Mesh
-from rondo.models.names import local_part
+from rondo.models.names import adapter_tensors, local_part
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.actor import ActorRole
 from rondo.roles.algorithms.whitening import contribution
-from rondo.roles.config import JobConfig, LoraConfig, MeshConfig
+from rondo.roles.config import CriticConfig, JobConfig, LoraConfig, MeshConfig
 from rondo.roles.forward import Scored, Scorer
 from rondo.roles.training.compute_turns import Turns
 from rondo.roles.training.objective import TrainRow, open_policy
+from rondo.roles.training.values import ValueRow, open_critic
 from rondo.runtime.records.timeline import span
 from tests.comm.memory import MemorySegment
 from tests.models.builders import full_tensors
@@ -113,6 +115,39 @@ def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
             assert all(t.untyped_storage().data_ptr() in hosts(made) for t in resident(made.model))
             made.wake() if step == 0 else None
     return {"weights": dict(whole(made)), "told": told, "checksum": made.join_checksums(made.checksum())}
+
+
+def valued(path: str, rank: int, num_ranks: int, saved: Path) -> dict[str, Any]:
+    """Two steps of a critic with adapters in bfloat16, saved after the first by two ranks; one goes on from there, too."""
+    config = job(path, name="ppo", kl_coef=0.0)
+    critic = CriticConfig(lr=1e-2, micro_batch_tokens=64, lora=LoraConfig(rank=4))
+    train = config.train.model_copy(update={"dtype": "bfloat16"})
+    config = config.model_copy(update={"critic": critic, "train": train})
+    opened = functools.partial(open_critic, config, path, path, world_size=num_ranks, device="cpu")
+    made = opened()
+    base = {name: t.clone() for name, t in full_tensors(made.model)}
+
+    def step(number: int) -> dict[str, float]:
+        for ranks in ROUNDS[num_ranks]:
+            chosen = range(*ranks[rank])
+            given = [ValueRow(row.tokens, row.advantages, row.advantages) for row in batch(number)[slice(*ranks[rank])]]
+            made.accumulate(number, given, [[at, 0, 0, 1] for at in chosen], last=ranks is ROUNDS[num_ranks][-1])
+        return made.finish(number)[0]
+
+    told = [step(0)]
+    if num_ranks > 1:
+        made.save(saved, {"version": 1})
+    else:
+        told, made = [], opened()
+        made.load_checkpoint(saved)
+    told.append(step(1))
+    learnt = {name: t.detach().clone() for name, t in adapter_tensors(made.model).items()}
+    after = {name: t for name, t in full_tensors(made.model) if name not in learnt and name != "score.weight"}
+    assert {t.dtype for t in learnt.values()} == {torch.float32} and {t.dtype for t in after.values()} == {
+        torch.bfloat16
+    }
+    assert all(torch.equal(t, base[name]) for name, t in after.items())
+    return {"learnt": learnt, "told": told, "checksum": made.join_checksums(made.checksum())}
 
 
 def hosts(made: Policy) -> set[int]:
@@ -293,6 +328,7 @@ def _rank(rank: int, path: str, folder: Path, out: Path) -> None:
     facts["settled"] = settled(path, rank, store, out)
     facts["scored"] = scored(path, rank, Mesh.open(MeshConfig(), 2))
     facts["scaled"] = scaled(path, rank)
+    facts["valued"] = valued(path, rank, 2, out / "step_000001")
     seen: list[dict[str, float]] = []
     # 3 demonstrations of 3 rounds over 2 ranks: one rank runs dummies. Only rank 1 asks to stop.
     config = config_of(folder, steps=9, batch_size=3, micro_batch_tokens=20)
@@ -310,7 +346,7 @@ def two(model: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> S
     (out / "slab").write_bytes(bytes(1 << 23))
     mp.spawn(_rank, (model, folder, out), nprocs=2)
     ranks = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
-    return SimpleNamespace(ranks=ranks, log=(out / "log").read_text().splitlines())
+    return SimpleNamespace(ranks=ranks, log=(out / "log").read_text().splitlines(), saved=out / "step_000001")
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -326,6 +362,20 @@ def test_two_ranks_with_unequal_rows_train_the_policy_as_one_does(two: Any, mode
     for (metrics, spans), (wanted, every) in zip(first["told"], alone["told"], strict=True):
         assert spans == every == [[at, 0, 0, 1] for at in range(8)]
         assert metrics == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+
+
+def test_a_critic_with_adapters_and_a_head_goes_on_in_one_process_from_the_checkpoint_of_two(
+    two: Any, model: str
+) -> None:
+    first, second = (found["valued"] for found in two.ranks)
+    assert first["checksum"] == second["checksum"] and first["told"] == second["told"]
+    assert all(torch.equal(tensor, second["learnt"][name]) for name, tensor in first["learnt"].items())
+    alone = valued(model, 0, 1, two.saved)
+    assert alone["told"][0] == pytest.approx(first["told"][1], rel=2e-2, abs=1e-3)
+    for name, tensor in alone[
+        "learnt"
+    ].items():  # each step moves a number by up to 0.01, whose sign bfloat16 may change
+        assert (first["learnt"][name] - tensor).abs().mean() < 1e-3, name
 
 
 def test_a_gradient_that_overflows_on_one_rank_is_skipped_and_halves_the_scale_on_both(two: Any) -> None:

@@ -82,12 +82,14 @@ def test_a_column_of_margins_is_learnt_from(folder: Path) -> None:
 Opened = tuple[Backend[RewardLoss], Learning]
 
 
-def opened(folder: Path, position: int = 0, **options: Any) -> Opened:
+def opened(folder: Path, position: int = 0, *, rank: int = 0, **options: Any) -> Opened:
+    """rank: of adapters."""
     own = {
         "data": {"rows": f"{folder}/rows.py:rows", "label": "chosen", "rejected": "rejected", "held_out": 5},
         "steps": 12, "batch_size": 10, "lr": 1e-2, "evaluate_every": 4,
     } | options  # fmt: skip
     tree = {"name": "test", "job": "reward_model", "model": {"path": f"{folder}/model"}, "reward_model": own}
+    tree |= {"train": {"lora": {"rank": rank, "targets": ["q_proj", "v_proj", "down_proj"]}}} if rank else {}
     backend, learn = open_learning(
         JobConfig.model_validate(tree), f"{folder}/model", folder, world_size=1, device="cpu"
     )
@@ -104,29 +106,45 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_job_learns_goes_on_to_the_same_bits_and_leaves_a_folder_that_transformers_scores_alike(folder: Path) -> None:
-    backend, learning = opened(folder)
-    (before, made), saved = (learning.evaluate(), []), folder / "checkpoints" / "step_000006"
+@pytest.mark.parametrize("rank", [0, 4])
+def test_a_job_learns_goes_on_to_the_same_bits_and_leaves_a_folder_that_transformers_scores_alike(
+    folder: Path, tmp_path: Path, rank: int
+) -> None:
+    """The whole model, and then adapters and the head beside a base that stays."""
+    backend, learning = opened(folder, rank=rank)
+    (before, made), saved = (learning.evaluate(), []), tmp_path / "checkpoints" / "step_000006"
+    began = {name: tensor.detach().clone() for name, tensor in backend.model.named_parameters()}
     for step in range(12):
         if step == 6:
             backend.save(saved, {"version": 6, "position": learning.position})
         made.append(learning.step(step))
     last, after = made[-1], learning.evaluate()
+    moved = {name for name, tensor in backend.model.named_parameters() if not torch.equal(tensor, began[name])}
+    learnt = {name for name in began if not rank or "lora_" in name or name == "lm_head.value"}
+    assert moved == learnt and len(learnt) == (len(began) if not rank else 13)
     assert last is not None and last["rewards/accuracies"] >= 0.9 and last["loss"] < 0.5
     assert last["rewards/margins"] == pytest.approx(last["rewards/chosen"] - last["rewards/rejected"], abs=1e-5)
     assert after.keys() == {"eval_loss", "eval_rewards/accuracies", "eval_rewards/margins"}
     assert after["eval_loss"] < before["eval_loss"] and after["eval_rewards/margins"] > before["eval_rewards/margins"]
 
-    again, later = opened(folder, orjson.loads((saved / "index.json").read_bytes())["position"])
+    again, later = opened(folder, orjson.loads((saved / "index.json").read_bytes())["position"], rank=rank)
     again.load_checkpoint(saved)
     assert [later.step(step) for step in range(6, 12)] == made[6:] and again.checksum() == backend.checksum()
 
     # Of the run that went on; by itself, and as `rondo export` makes it of a checkpoint.
-    done, path = folder / "checkpoints" / "step_000012", str(folder / "model")
+    done, path = tmp_path / "checkpoints" / "step_000012", str(folder / "model")
     again.save(done, {"version": 12, "position": later.position}, tokenizer_path=path)
-    (folder / "config.resolved.json").write_bytes(orjson.dumps({"job": "reward_model", "train": {}}))
-    (folder / "prepared.json").write_bytes(orjson.dumps({"model_path": path}))
-    assert export(folder, folder / "out", "float32") == 0
+    train = {"lora": {"rank": rank, "targets": ["q_proj", "v_proj", "down_proj"]}} if rank else {}
+    (tmp_path / "config.resolved.json").write_bytes(orjson.dumps({"job": "reward_model", "train": train}))
+    (tmp_path / "prepared.json").write_bytes(orjson.dumps({"model_path": path}))
+    assert export(tmp_path, tmp_path / "out", "float32", merged=bool(rank)) == 0
+    folders: list[Any] = [AutoModelForSequenceClassification.from_pretrained(done / "hf")]
+    folders.append(AutoModelForSequenceClassification.from_pretrained(tmp_path / "out"))
+    if rank:  # the checkpoint holds them alone, and peft computes the same beside the base
+        assert export(tmp_path, tmp_path / "adapter", "float32") == 0
+        base = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1)
+        folders.append(pytest.importorskip("peft").PeftModel.from_pretrained(base, tmp_path / "adapter"))
+        folders[-1].config.pad_token_id = folders[0].config.pad_token_id
     pairs = [pair for batch in learning.ahead() for pair in batch if isinstance(pair, Pair)]
     sides = [side for pair in pairs[:6] for side in (pair.chosen, pair.rejected)]
     with torch.no_grad():
@@ -135,9 +153,9 @@ def test_a_job_learns_goes_on_to_the_same_bits_and_leaves_a_folder_that_transfor
     assert {int(side.tokens[-1]) for side in sides} == {tokenizer.eos_token_id}
     padded = tokenizer.pad({"input_ids": [side.tokens.tolist() for side in sides]}, return_tensors="pt")
     assert bool((padded["attention_mask"] == 0).any())
-    for out in (done / "hf", folder / "out"):
-        scores = AutoModelForSequenceClassification.from_pretrained(out)
-        assert type(scores).__name__ == "Qwen3ForSequenceClassification" and scores.config.num_labels == 1
+    assert {tuple(scores.config.architectures) for scores in folders[:2]} == {("Qwen3ForSequenceClassification",)}
+    for scores in folders:
+        assert scores.config.num_labels == 1
         with torch.no_grad():
             torch.testing.assert_close(scores(**padded).logits[:, 0], rewards, atol=1e-5, rtol=1e-5)
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 import transformers as hf
 
-from rondo.models.config import ModelConfig
+from rondo.models.config import LoraConfig, ModelConfig
 from rondo.models.load import prepare
+from rondo.models.lora import canary_of, load_published, pairs, published_adapter
+from rondo.models.names import adapter_tensors
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.advantages import _advantages, _of_values
 from rondo.roles.algorithms.advantages import of_group
@@ -169,6 +171,35 @@ def test_a_critic_learns_returns_in_passes_of_its_own_and_a_dummy_counts_nothing
         assert (figures["tokens"], figures["samples"], figures["num_updates"]) == (14, 3, 3)
         losses.append(figures["value_loss"])
     assert losses[-1] < losses[0] / 2
+
+
+def test_adapters_and_head_of_a_critic_learn_what_its_weights_would_and_the_base_has_no_gradient(model: str) -> None:
+    """Beside what plain torch makes of the merged weights W: with s = alpha / rank, dB = s dW A^T and dA = s B^T dW."""
+    lora, found = LoraConfig(rank=4, alpha=2.0), list[Any]()
+    adapted, dense = (critic_of(ppo(model, value_clip=None, lora=own), model) for own in (lora, None))
+    load_published(adapted.model, canary_of({n: t.shape for n, t in published_adapter(adapted.model).items()}, lora))
+    with torch.no_grad():
+        dense.model.lm_head.value.copy_(adapted.model.lm_head.value)
+        for name, pair in pairs(adapted.model).items():
+            weight = dense.model.get_parameter(name)
+            weight.copy_(pair.merged(weight, torch.float32))
+    given = [
+        ValueRow(row.tokens, np.ones(len(row.mask), np.float32), np.zeros(len(row.mask), np.float32))
+        for row in samples()
+    ]
+    for backend in (adapted, dense):
+        sums = backend.objective.sums(backend.model, given, Use(0, 0, 0, [[at, 0, 0, 1] for at in range(3)]))
+        sums.loss.backward()
+        found.append({name: p.grad for name, p in backend.model.named_parameters() if p.grad is not None})
+    ours, theirs = found
+    assert ours.keys() == adapter_tensors(adapted.model).keys() and len(ours) == 1 + 2 * 7 * 2
+    assert "lm_head.value" in ours and sum("lora_" in name for name in ours) == 28
+    torch.testing.assert_close(ours["lm_head.value"], theirs["lm_head.value"], atol=1e-4, rtol=1e-3)
+    for name, pair in pairs(adapted.model).items():
+        path, dense_gradient = name.removesuffix(".weight"), theirs[name]
+        wanted = {"A": pair.scaling * pair.wide.T @ dense_gradient, "B": pair.scaling * dense_gradient @ pair.narrow.T}
+        for half, gradient in wanted.items():
+            torch.testing.assert_close(ours[f"{path}.lora_{half}.weight"], gradient, atol=1e-3, rtol=1e-2, msg=name)
 
 
 def test_a_folder_that_knows_fewer_tokens_than_the_policy_is_refused(model: str, tmp_path: Path) -> None:
