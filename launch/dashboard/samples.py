@@ -1,8 +1,9 @@
 """Samples: the prompts and answers that a run kept, by number, found by step, reward and text, newest first.
 
 Owns where each line lies and what it is filtered by. Does not own the lines (`roles/sampling/` writes `samples/*.jsonl`), and
-keeps none of them. Invariants: a line is parsed once for the index, and again only when it is shown or searched; one call
-reads no more than it is given time for, and says where to go on; a file that was written anew has all indexed again.
+keeps none of them. Invariants: a line is parsed once for the index, and again only when it is shown, or
+lies near to a text that is searched; one call reads no more than it is given time for, and says where to go on; a file that was
+written anew has all indexed again.
 
     samples = Samples(run); samples.advance()
     samples.find(Wanted(search="27 + 61"), before=None, limit=20)       # {"rows": [...], "next": 512, "share": 1.0, ...}
@@ -40,6 +41,8 @@ _BLOCK_ROWS = 1 << 14
 _NEWEST = 8
 """Files that may still grow."""
 _MOST_OF_LINE = 8 << 20
+_PIECE_BYTES = 1 << 16
+"""So much of a file is looked through at once; no line of it is parsed where it does not hold the text."""
 _SHOWN, _SHOWN_WHOLE = 2_000, 200_000
 _GROUP = 256
 _HEAD_BYTES = 64
@@ -231,12 +234,17 @@ class Samples:
         found: list[dict[str, Any]] = []
         until, text = time.monotonic() + seconds, wanted.search.casefold()
         next_row = None
-        for number, line in self._lines(files, rows, numbers[::-1].tolist()):
-            if len(found) == limit or (text and time.monotonic() > until):
-                next_row = number + 1
+        for oldest, these in self._with(text, files, rows, numbers) if text else [(0, numbers[::-1].tolist())]:
+            for number, line in self._lines(files, rows, these):
+                if len(found) == limit or (text and time.monotonic() > until):
+                    next_row = number + 1
+                    break
+                if line is not None and (not text or any(text in each.casefold() for each in _texts(line))):
+                    found.append(_shown(number, files, rows[number], line, _SHOWN))
+            if next_row is None and text and (len(found) == limit or time.monotonic() > until):
+                next_row = oldest
+            if next_row is not None:
                 break
-            if line is not None and (not text or any(text in each.casefold() for each in _texts(line))):
-                found.append(_shown(number, files, rows[number], line, _SHOWN))
         return {
             "rows": found, "next": next_row, "matching": total, "total": len(rows), "share": self.share,
             "kinds": sorted({file.kind for file in files}),
@@ -263,6 +271,36 @@ class Samples:
         ((_, line),) = self._lines(files, rows, [number])
         sample = _shown(number, files, row, {} if line is None else line, _SHOWN_WHOLE)
         return {"sample": sample, "group": told(here), "elsewhere": told(elsewhere)}
+
+    def _with(
+        self, text: str, files: list[_File], rows: np.ndarray, numbers: np.ndarray
+    ) -> Iterator[tuple[int, list[int]]]:
+        """(oldest, those that may hold the casefolded `text`, newest first) of these rows, a piece of a file at a time."""
+        needle = orjson.dumps(text)[1:-1]  # as it stands in a line
+        offsets = rows["offset"][numbers]
+        ends = offsets + rows["size"][numbers]
+        of = rows["file"][numbers]
+        starts = np.flatnonzero(np.diff(of, prepend=-1)).tolist()
+        for first, end in zip(reversed(starts), reversed([*starts[1:], len(of)]), strict=True):
+            try:
+                file = os.open(f"{self._folder}/{files[of[first]].name}", os.O_RDONLY)
+            except OSError:
+                continue
+            try:
+                while end > first:
+                    begin, last = first, int(ends[end - 1])
+                    if last - int(offsets[first]) > _PIECE_BYTES:
+                        begin += int(np.searchsorted(offsets[first : end - 1], last - _PIECE_BYTES))
+                    at = int(offsets[begin])
+                    data = os.pread(file, min(last - at, _MOST_OF_LINE), at)
+                    if data.isascii() and needle.isascii():  # where a letter has one other case
+                        holds = needle in data.lower()
+                    else:
+                        holds = needle.decode() in data.decode(errors="replace").casefold()
+                    yield int(numbers[begin]), numbers[begin:end][::-1].tolist() if holds else []
+                    end = begin
+            finally:
+                os.close(file)
 
     def _lines(
         self, files: list[_File], rows: np.ndarray, numbers: list[int]

@@ -26,12 +26,18 @@ export async function samples(place, state) {
     list.append(...told.rows.map((row) => entry(row, () => open(row.row))));
     next = told.next;
     more.hidden = next === null;
-    more.textContent = told.rows.length ? "Show more" : "Look further back";
+    more.textContent = told.rows.length ? "Show more" : `Look further back: ${number(next)} are left`;
     const share = told.share < 1 ? `, ${percent(told.share)} of the files are read so far` : "";
     count.textContent = `${number(told.matching)} of ${number(told.total)} kept samples${query.search ? " are looked through, newest first" : ", newest first"}${share}.`;
     if (!list.childElementCount) list.append(empty(told.total ? (next === null ? "No sample is like that." : "None among the newest ones.") : "No samples are kept yet."));
   };
-  more.addEventListener("click", async () => { list.querySelector(":scope > .empty")?.remove(); add(await of(run.id, "/samples", { ...query, before: next, limit: 20 })); });
+  more.addEventListener("click", async () => {
+    const before = list.querySelectorAll(".entry").length;
+    do {
+      list.querySelector(":scope > .empty")?.remove();
+      add(await of(run.id, "/samples", { ...query, before: next, limit: 20 }));
+    } while (list.isConnected && next !== null && list.querySelectorAll(".entry").length === before);
+  });
   add(found);
 
   async function open(row) {

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import orjson
 import pytest
 
 from rondo.launch.dashboard import behind
@@ -98,6 +99,37 @@ def test_samples_from_the_index_are_those_of_the_files(tmp_path: Path, monkeypat
     assert new["line"]["group"] == 99 and old == expected["rows"]
     assert second.find(Wanted(least=0.5, most=0.5, kind="trained"), None, 200)["matching"] == 1
     second.close()
+
+
+def test_a_search_parses_few_lines_and_finds_what_parsing_all_of_them_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, parsed = a_run(tmp_path, steps=3), list[int]()
+    said = ('the "END"\n', "Straße", "aus \\ein", "ﬁve", "Привет", "数学题") * 20
+    with (run / "samples" / "step_000001.jsonl").open("ab") as file:  # as JsonLines writes them
+        file.writelines(orjson.dumps(sample(n, n / 120, said[n])) + b"\n" for n in range(120))
+    line = samples_module._line
+    monkeypatch.setattr(samples_module, "_line", lambda file, at, size: parsed.append(at) or line(file, at, size))
+    monkeypatch.setattr(samples_module, "_PIECE_BYTES", 500)
+    samples = Samples(run)
+    samples.advance()
+    every = samples.find(Wanted(), None, 200)["rows"]
+    for text in ("what is 71 +", 'THE "end"\n', "STRASSE", "aus \\Ein", "five", "привет", "数学", "?", "nothing of it"):
+        wanted = Wanted(search=text, least=0.2, most=0.9)
+        fits = [row for row in every if 0.2 <= (row["line"]["reward"] or 0.0) <= 0.9]
+        expected = [row for row in fits if any(text.casefold() in str(v).casefold() for v in row["line"].values())]
+        found, told = list[dict[str, object]](), {"next": None}
+        while told is not None:
+            told = samples.find(wanted, told["next"], 7, seconds=60.0)
+            found += told["rows"]
+            told = None if told["next"] is None else told
+        assert found == expected, text
+    parsed.clear()
+    assert len(samples.find(Wanted(search="what is 71 +"), None, 20)["rows"]) == 1
+    assert len(parsed) <= 3
+    cut = samples.find(Wanted(search="nothing of it"), None, 20, seconds=0.0)
+    assert cut["rows"] == [] and cut["next"] == every[0]["row"]  # a long line, and it goes on before it
+    samples.close()
 
 
 def test_reading_much_is_done_in_parts_and_says_how_far_it_is(tmp_path: Path) -> None:
