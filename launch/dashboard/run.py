@@ -168,7 +168,8 @@ class Run:
             )
         begin, end = steps[0].start, max(each.start + each.step_s for each in steps)
         lanes: dict[tuple[str, str], list[SpanRecord]] = {}
-        spans = spans_between(self.path, round(begin * 1e9), round(end * 1e9))
+        begin_ns = round(begin * 1e9)  # of which seconds since 1970 keep no more than a quarter of a microsecond
+        spans = spans_between(self.path, begin_ns, round(end * 1e9))
         path = critical_path(spans, [each.step for each in steps])
         for span in spans:
             if not span.lane.startswith("waits/"):
@@ -178,14 +179,14 @@ class Run:
             {
                 "process": process, "lane": lane,
                 "spans": [
-                    [s.name, s.start / 1e9 - begin, (s.end - s.start) / 1e9, s.step]
+                    [s.name, (s.start - begin_ns) / 1e9, (s.end - s.start) / 1e9, s.step]
                     for s in sorted(spans, key=lambda s: s.start)
                 ],
             }
             for (process, lane), spans in sorted(longest.items())
         ]  # fmt: skip
         return {
-            "path": [[name, start / 1e9 - begin, (end - start) / 1e9] for name, start, end in path],
+            "path": [[name, (start - begin_ns) / 1e9, (end - start) / 1e9] for name, start, end in path],
             "steps": [asdict(each) for each in steps], "known": [known[0].step, known[-1].step], "start": begin,
             "seconds": end - begin, "lanes": told,
             "num_left_out": sum(map(len, lanes.values())) - sum(map(len, longest.values())),

@@ -128,12 +128,12 @@ class _Told:
                 starting = self._starting(role)
                 parts.setdefault(f"start of {role}", []).extend(intersect(union(pieces), starting))
                 parts.setdefault(f"wait for {whom}", []).extend(subtract(union(pieces), starting))
+        parts["other"] = subtract(self._whole, union(piece for found in parts.values() for piece in found))
         return parts
 
     def step(self) -> Step:
         window, parts = self._window, self.parts()
-        seconds = {name: length(pieces) / 1e9 for name, pieces in parts.items() if pieces}
-        seconds["other"] = (window.end - window.start) / 1e9 - sum(seconds.values())
+        seconds = {name: length(pieces) / 1e9 for name, pieces in parts.items() if pieces or name == "other"}
         return Step(
             step=self.number,
             start=window.start / 1e9,

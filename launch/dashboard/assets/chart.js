@@ -21,13 +21,22 @@ function joined(curves) {
   return { x, on: (curve, values) => { const found = Array(x.length).fill(null); curve.x.forEach((value, index) => { found[place.get(value)] = values[index]; }); return found; } };
 }
 
-const short = (value) => {
+const short = (value, digits = 3) => {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
-  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(3))}M`;
-  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(3))}k`;
-  return size !== 0 && size < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(4)));
+  if (size >= 1e6) return `${Number((value / 1e6).toPrecision(digits))}M`;
+  if (size >= 1e4) return `${Number((value / 1e3).toPrecision(digits))}k`;
+  return size !== 0 && size < 1e-3 ? value.toExponential(Math.max(1, digits - 3)) : String(Number(value.toPrecision(digits + 1)));
 };
+
+// As few digits as tell the marks of an axis apart.
+const marks = (values) => {
+  for (let digits = 3; digits < 8; digits++) {
+    const found = values.map((value) => (value === null ? "" : short(value, digits))), shown = found.filter(Boolean);
+    if (new Set(shown).size === shown.length || digits === 7) return found;
+  }
+};
+const WHOLE = [1, 2, 5].flatMap((each) => Array.from({ length: 12 }, (_, power) => each * 10 ** power)).sort((a, b) => a - b);
 
 // curves: [{label, colour, x, mean, min?, max?, points?}]. Returns the chart, which `resize` fits to its place.
 export function chart(place, curves, { smoothing = 0, log = false, height = 180, xlabel = "step", zoom = null, sync = "curves" } = {}) {
@@ -50,11 +59,11 @@ export function chart(place, curves, { smoothing = 0, log = false, height = 180,
     series.push(line);
   }
   const axis = { stroke: css("--faint"), grid: { stroke: css("--grid"), width: 1 }, ticks: { stroke: css("--grid"), width: 1 }, font: "11px system-ui, sans-serif" };
-  const numbers = (_, values) => values.map((value) => (value === null ? "" : short(value)));
+  const numbers = (_, values) => marks(values), room = (_, values) => 18 + 6.5 * Math.max(4, ...(values ?? []).map((value) => value.length));
   const options = {
     width: Math.max(place.clientWidth, 120), height, padding: [10, 12, 0, 0],
     scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { distr: log ? 3 : 1 } },
-    axes: [{ ...axis, values: numbers, space: 60, size: 30 }, { ...axis, values: numbers, size: 52 }],
+    axes: [{ ...axis, values: numbers, incrs: WHOLE, space: 60, size: 30 }, { ...axis, values: numbers, size: room }],
     cursor: { sync: { key: sync }, drag: { x: true, y: false, setScale: !zoom }, points: { size: 7 } },
     legend: { live: true }, series, bands,
     hooks: zoom ? { setSelect: [(made) => { if (made.select.width > 4) zoom(made.posToVal(made.select.left, "x"), made.posToVal(made.select.left + made.select.width, "x")); }] } : {},

@@ -43,7 +43,7 @@ export function seconds(value) {
 }
 
 export const clock = (time) => (time ? new Date(time * 1000).toLocaleString("sv") : "–");
-export const percent = (share) => `${number(share * 100, 3)} %`;
+export const percent = (share) => (share > 0 && share < 0.001 ? "< 0.1\u00a0%" : `${Number((share * 100).toFixed(1))}\u00a0%`);
 
 export class Failed extends Error {
   constructor(status, message) { super(message); this.status = status; }

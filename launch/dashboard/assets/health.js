@@ -6,7 +6,7 @@ import { bytes, card, clock, el, empty, field, number, of, seconds, select, tabl
 
 const HIDDEN = new Set(["time", "kind", "source", "group", "incarnation"]);
 const BAD = new Set(["died", "given_up", "not_told", "quarantined", "group_error", "undelivered", "forced"]);
-const shown = (event) => Object.entries(event).filter(([name]) => !HIDDEN.has(name)).map(([name, value]) => `${name}=${typeof value === "object" ? JSON.stringify(value) : typeof value === "number" ? number(value) : value}`).join("  ");
+const shown = (event) => Object.entries(event).filter(([name]) => !HIDDEN.has(name)).map(([name, value]) => `${name}=${typeof value === "object" ? JSON.stringify(value) : typeof value === "number" && !Number.isInteger(value) ? number(value) : value}`).join("  ");
 
 export async function health(place, state) {
   // What is typed, chosen and scrolled in stays: only what is told anew is made anew.
@@ -41,7 +41,7 @@ const left = (wait) => (wait.deadline_s === null ? "–" : el("span", { class: w
 function waits(told) {
   if (told.waits.length) return card("Who waits for what", table(["who", "for what", "of whom", "for", "deadline", "left"], told.waits.map((each) => [each.waiter, each.name, each.peer, seconds(each.seconds), each.deadline_s === null ? "none" : seconds(each.deadline_s), left(each)])));
   const sums = Object.entries(told.waits_s).map(([role, waited]) => [role, Object.entries(waited).sort((a, b) => b[1] - a[1]).slice(0, 5).map(([name, value]) => `${name} ${seconds(value)}`).join(", ")]);
-  return card(sums.length ? "What was waited for longest, over the whole run" : "Who waits for what", sums.length ? table(["role", "waits"], sums) : empty(told.unanswered ?? "Nobody waits now."));
+  return card(sums.length ? "What was waited for longest, over the whole run, by all who waited at once" : "Who waits for what", sums.length ? table(["role", "waits"], sums) : empty(told.unanswered ?? "Nobody waits now."));
 }
 
 async function choose(run, place, names, name) {

@@ -17,7 +17,7 @@ export async function memory(place, state) {
     place.replaceChildren(...state.shown.map((run, at) => about(run, found[at])));
     requestAnimationFrame(() => state.shown.forEach((_, at) => {
       const { held, device, series } = found[at], boxes = place.children[at]?.querySelectorAll(".chart") ?? [];
-      const gib = (name, number, label) => ({ ...series[name], mean: series[name].mean.map((value) => value / 2 ** 30), min: undefined, max: undefined, label, colour: paint(number) });
+      const gib = (name, number, label) => ({ ...series[name], mean: series[name].mean.map((value) => value / 2 ** 30), min: undefined, max: undefined, label, colour: paint(number), dash: number >= 8 });
       const drawn = [held.filter((name) => series[name]?.num).map((name, number) => gib(name, number, name.slice(PREFIX.length))), device.map((name, number) => gib(name, number, name))].filter((lines) => lines.length);
       boxes.forEach((box, number) => chart(box, drawn[number], { sync: "memory", height: 220 }));
     }));

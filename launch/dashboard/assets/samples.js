@@ -3,6 +3,9 @@
 import { card, clock, el, empty, field, number, of, percent, printable, select } from "./dom.js";
 
 const text = (value) => (typeof value === "string" ? value : value === null || value === undefined ? "" : JSON.stringify(value, null, 2));
+// A turn's words; of one in parts those of each, and of media their kind.
+const said = (content) => (Array.isArray(content) && content.every((part) => part?.type) ? content.map((part) => (part.type === "text" ? text(part.text) : `[${text(part.type)}]`)).join("\n") : text(content));
+const turns = (prompt) => Array.isArray(prompt) && prompt.length > 0 && prompt.every((turn) => turn && typeof turn === "object" && "role" in turn);
 const OWN = new Set(["prompt", "response", "label", "reward", "time", "group", "number", "sample", "set", "finish_reason", "num_tokens", "versions", "error"]);
 
 export async function samples(place, state) {
@@ -71,7 +74,7 @@ const where = (row) => (row.step === null ? `evaluation ${row.kind}${row.line.se
 function entry(row, open) {
   return el("button", { type: "button", class: "entry", "data-row": row.row, onclick: open },
     el("span", { class: "head" }, reward(row.line.reward), el("span", {}, where(row)), row.line.error ? el("span", { class: "badge bad" }, "failed") : null, row.line.finish_reason === "length" ? el("span", { class: "badge" }, "cut off") : null),
-    el("span", { class: "line" }, text(row.line.prompt).slice(0, 300)),
+    el("span", { class: "line" }, (turns(row.line.prompt) ? row.line.prompt.map((turn) => said(turn.content)).join(" ") : text(row.line.prompt)).slice(0, 300)),
     el("span", { class: "line answer" }, text(row.line.response).slice(0, 300)));
 }
 
@@ -123,8 +126,8 @@ function token(row, piece, at, by, most) {
 }
 
 function dialogue(prompt) {
-  if (!Array.isArray(prompt) || !prompt.length || !prompt.every((turn) => turn && typeof turn === "object" && "role" in turn)) return null;
-  return el("section", {}, el("h3", {}, "Prompt"), prompt.map((turn) => el("div", { class: "turn" }, el("b", {}, text(turn.role)), el("pre", { tabindex: 0 }, text(turn.content)))));
+  if (!turns(prompt)) return null;
+  return el("section", {}, el("h3", {}, "Prompt"), prompt.map((turn) => el("div", { class: "turn" }, el("b", {}, text(turn.role)), el("pre", { tabindex: 0 }, said(turn.content)))));
 }
 
 const beside = (title, rows, chosen, open) => el("section", {}, el("h3", {}, title), el("div", { class: "group" }, rows.map((row) =>

@@ -35,7 +35,7 @@ export async function timeline(place, state) {
     if (longestPieces.length) place.append(card("Its critical path: the longest pieces, one after another without a gap in the topmost lane", el("ol", {}, longestPieces.map(([name, start, length]) => el("li", {}, `${name}: ${seconds(length)} from ${seconds(start)}`)))));
     place.append(card("Lanes of all processes", tip, el("div", { class: "lanes" }, canvas),
       told.num_left_out ? el("p", { class: "quiet" }, `${number(told.num_left_out)} short spans are left out.`) : null));
-    requestAnimationFrame(() => draw(canvas, tip, told));
+    requestAnimationFrame(() => draw(canvas, tip, told, parts.map(([name]) => name)));
   }
   let before = newest;
   return async () => {
@@ -56,7 +56,8 @@ function rows(spans) {
   });
 }
 
-function draw(canvas, tip, told) {
+// `parts`: of the step, whose colours in the bar above are those of the critical path.
+function draw(canvas, tip, told, parts) {
   const css = getComputedStyle(document.documentElement), paint = (name) => css.getPropertyValue(name).trim();
   const hue = (name) => { let sum = 0; for (const letter of name) sum = (sum * 31 + letter.codePointAt(0)) >>> 0; return paint(name.startsWith("wait") ? "--line" : `--c${sum % 8}`); };
   let y = RULER;
@@ -85,13 +86,14 @@ function draw(canvas, tip, told) {
     for (let at = Math.ceil(from / ticks) * ticks; at < from + length; at += ticks) {
       const x = (at - from) * scale;
       pen.beginPath(); pen.moveTo(x, RULER - 4); pen.lineTo(x, height); pen.stroke();
-      pen.fillText(seconds(Number(at.toPrecision(6))), x + 3, 11);
+      const mark = seconds(Number(at.toPrecision(6)));
+      if (x + 3 + pen.measureText(mark).width <= width) pen.fillText(mark, x + 3, 11);
     }
     for (const { name, spans, at, row } of lanes) {
       for (const span of spans) {
         const x = (span.start - from) * scale, wide = Math.max(span.length * scale, 0.8);
         if (x + wide < 0 || x > width) continue;
-        pen.fillStyle = hue(span.name);
+        pen.fillStyle = name === PATH ? paint(`--c${(parts.indexOf(span.name) + 8) % 8}`) : hue(span.name);
         pen.fillRect(x, at + HEAD + span.row * row, wide, row - (row === ROW ? 2 : 1));
       }
       pen.fillStyle = paint("--text");

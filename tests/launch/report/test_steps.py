@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rondo.launch.report.intervals import intersect, length, subtract, union
-from rondo.launch.report.steps import Records, read_steps, steps_of
+from rondo.launch.report.steps import Records, critical_path, read_steps, steps_of
 from rondo.launch.report.timeline import SpanRecord, read_run
 from rondo.runtime.records.timeline import Timeline
 from tests.launch.hand import TENTH, generated, one_step, span
@@ -37,6 +37,8 @@ def test_the_parts_of_a_step_sum_to_the_step() -> None:
     assert [step.step for step in told] == [0, 1, 2]
     for step in told:
         assert sum(step.trainer.values()) == pytest.approx(step.step_s)
+    path = critical_path(spans, [0, 1, 2])
+    assert path[0][1] == 0 and [start for _, start, _ in path[1:]] == [end for _, _, end in path[:-1]]
 
 
 def test_the_wait_for_the_longest_trajectory_is_from_most_of_the_groups_to_the_last() -> None:
