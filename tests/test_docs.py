@@ -37,7 +37,6 @@ _TWO_GROUPS = (
 _ONE_GROUP = "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages', 'critic']}]"
 _GSM8K = (*_SHORT, "data.held_out=8", _TWO_GROUPS)
 RUN_HERE = {
-    "rondo check examples/quickstart.py": (),
     "rondo show examples/quickstart.py --set train.lr=1e-5": (),
     "rondo show examples/quickstart.py --set algorithm.kl_coef=0.05 --changed": (),
     "rondo train examples/sft.py": ("sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8", "train.save_every=2"),
@@ -127,6 +126,8 @@ AUTOSCALED = (
 )
 ADAPTERS = "tests/launch/test_export.py::test_of_a_run_of_adapters_these_become_a_folder_or_the_whole_model_does"
 ELSEWHERE = {
+    "rondo check examples/quickstart.py": "tests/launch/test_cli.py::"
+    "test_check_shows_what_it_found_and_ends_with_0_where_all_is_well",
     "rondo check examples/quickstart.py --probe": "tests/launch/check/test_probe.py::"
     "test_all_that_a_run_stands_on_is_tried_and_nothing_is_left",
     "make demo": MAKE,  # and `.ci/run`, in a clean clone, as it is
@@ -258,7 +259,7 @@ def test_the_test_named_beside_a_command_is_there_and_names_what_it_runs(command
     program, what = command.split()[:2] if " " in command else (command, "")
     verb = {"rondo": what, "make": what, "curl": "/rondo/trajectories/"}[program]
     measured = "table" if command.endswith("bench table") else "Counts what it is given."
-    looked = "--probe" if command.endswith("--probe") else "--device-gib"
+    looked = next((option for option in ("--probe", "--device-gib") if option in command), verb)
     called = {"bench": measured, "check": looked, "sglang": "pip install"}.get(verb, verb)
     assert any(called in text for text in texts)
 
@@ -292,15 +293,16 @@ SELDOM = {
     "gsm8k_arithmetic",
     "moe_r3",
     "omni_digits",
+    "on_policy_distillation",
     "pretrained_sums",
     "reward_model",
     "scored",
     "sft",
     "video_digits",
 }
-"""Examples that run with RONDO_TEST_LONG=1 alone: tests/e2e/ trains on every kind of media, and replays routes;
-tests/roles/sampling/test_agents.py runs the agent of its example; tests/roles/test_reward_model.py asks a reward model;
-and whichever model is built is loaded from its folder as a pretrained one is."""
+"""Examples that run with RONDO_TEST_LONG=1 alone: tests/e2e/ trains on every kind of media, replays routes, and
+learns from teachers; tests/roles/sampling/test_agents.py runs the agent of its example; tests/roles/test_reward_model.py asks a
+reward model; and whichever model is built is loaded from its folder as a pretrained one is."""
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,12 @@ from pathlib import Path
 import orjson
 import psutil
 
-from tests.e2e.runs import Running, command, finish, left_behind, read_until, start
+from tests.e2e.runs import TINY, Running, command, finish, left_behind, read_until, start
 from tests.strength import strength
 
 KILLS = int(os.environ.get("RONDO_CHAOS_KILLS", strength(quick=3, full=20)))
 SEED = int(os.environ.get("RONDO_CHAOS_SEED", "1"))
-NUM_STEPS = strength(quick=90, full=1500)
+NUM_STEPS = strength(quick=30, full=1500)
 APART_S = strength(quick=4, full=15)
 """The longest from one kill to the next; the shortest is none."""
 
@@ -62,7 +62,7 @@ def kill_at_random(run: Running, run_dir: Path, chance: random.Random) -> list[s
 
 def test_any_process_may_be_killed_at_any_moment(tmp_path: Path) -> None:
     limits = ("supervision.max_restarts=100", "supervision.max_global_restarts=0")
-    run = start(command(tmp_path, sets=(f"num_steps={NUM_STEPS}", "train.save_every=20", *limits)), tmp_path)
+    run = start(command(tmp_path, sets=(*TINY, f"num_steps={NUM_STEPS}", "train.save_every=20", *limits)), tmp_path)
     run_dir = tmp_path / "quickstart"
     read_until(run, "run directory:")
     killed = kill_at_random(run, run_dir, random.Random(SEED))

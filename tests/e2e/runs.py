@@ -32,6 +32,8 @@ SMALL = (
     "data.held_out=16",
     "evaluation.num_prompts=16",
 )
+TINY = ("model.build_args={'hidden_size': 32, 'num_layers': 1}", "sft.batch_size=16")
+"""For runs that need not learn, and go on until something has happened to them."""
 
 
 @dataclass(frozen=True, slots=True)

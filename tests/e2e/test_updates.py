@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from rondo.comm.bus.journal import files, read
 from rondo.launch.report.diff import first_difference
 from rondo.launch.report.records import step_records
 from rondo.launch.report.timeline import read_run
 from tests.e2e.runs import ROOT, Ended, Running, command, finish, left_behind, start
+from tests.strength import LONG
 
 NUM_STEPS = 4
 ON_POLICY = (
@@ -57,6 +60,7 @@ def once_a_pass(run: Path) -> None:
         assert of_step[0] == of_step[2] and of_step[1] == of_step[3] and max(of_step[0]) < min(of_step[1])
 
 
+@pytest.mark.skipif(not LONG, reason="one more run, in the third mode: RONDO_TEST_LONG=1")
 def test_each_group_trains_once_a_pass_and_each_step_makes_all_its_updates(tmp_path: Path) -> None:
     process = train(tmp_path, "fully_async", "--kill", "actor@2")
     ended = whole(process, tmp_path, beyond="mask", restarts={"actor": 1})

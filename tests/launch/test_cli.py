@@ -129,11 +129,11 @@ def test_train_tells_every_error_at_once_and_starts_nothing(tmp_path: Path) -> N
 
 
 def test_check_shows_what_it_found_and_ends_with_0_where_all_is_well(tmp_path: Path) -> None:
-    configs.write(tmp_path)
-    done = rondo("check", "demo_config.py", cwd=tmp_path)
+    quickstart = Path(__file__).parents[2] / "examples" / "quickstart.py"
+    done = rondo("check", str(quickstart), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert {line.split()[0] for line in done.stdout.splitlines()} <= {"ok", "note"}
-    assert "32 rows to train on, 8 held out" in done.stdout
+    assert "5744 rows to train on, 256 held out" in done.stdout
     assert "a sample ends at <|im_end|>" in done.stdout
     assert "the model has " in done.stdout
     assert "shared memory takes " in done.stdout

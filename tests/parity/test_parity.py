@@ -99,6 +99,9 @@ def test_above_staleness_0_a_disturbed_run_consumes_the_same_prompts_in_the_same
     assert scored_in_waits(run.path) > 0
 
 
+@pytest.mark.skipif(
+    not LONG, reason="one more run: RONDO_TEST_LONG=1; tests/launch/report/test_diff.py plants faults into records"
+)
 def test_a_planted_fault_is_found_at_the_first_row_that_it_touches(modes: dict[str, Run], tmp_path: Path) -> None:
     faulty = tmp_path / "task.py"
     row, reward = '"abcdefghij"[n]', " % 7 / 7"

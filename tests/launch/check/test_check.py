@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +26,7 @@ from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.data.datasets import Row
 from rondo.roles.streams import media_bytes, row_bytes
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.supervision.nursery import Nursery
 from tests.launch import configs
 from tests.models.builders import default_folder
 
@@ -40,6 +41,19 @@ def make(tmp_path: Path) -> Make:
         return load(configs.write(tmp_path), [f"run_dir={tmp_path}/runs", *sets])
 
     return made
+
+
+class Kept(Nursery):
+    """Outlives the looks that it is given to."""
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    kept = Kept()
+    yield kept
+    kept.close()
 
 
 def errors(findings: list[Finding]) -> list[str]:
@@ -641,25 +655,25 @@ def test_what_is_seldom_meant_is_a_note(make: Make, tmp_path: Path) -> None:
 
 
 def test_rows_whose_order_depends_on_the_process_are_told_before_a_run_holds_some_out(
-    make: Make, tmp_path: Path
+    make: Make, nursery: Nursery, tmp_path: Path
 ) -> None:
     (tmp_path / "unordered_rows.py").write_text(
         "def rows():\n    return [{'prompt': p, 'label': p} for p in set('0123456789')] * 4\n"
     )
-    (text,) = errors(inspect(make(f"data.rows={tmp_path}/unordered_rows.py:rows")))
+    (text,) = errors(inspect(make(f"data.rows={tmp_path}/unordered_rows.py:rows"), nursery=nursery))
     assert text.startswith("data must be the same rows in the same order in every process, got 40 rows with digest ")
 
 
-def test_a_tokenizer_without_a_chat_template_is_told_where_one_is_asked_for(make: Make) -> None:
+def test_a_tokenizer_without_a_chat_template_is_told_where_one_is_asked_for(make: Make, nursery: Nursery) -> None:
     config = make("data.apply_chat_template=True", 'model.build_args={"hidden_size": 32, "chat_template": False}')
-    (text,) = errors(inspect(config))
+    (text,) = errors(inspect(config, nursery=nursery))
     assert "chat template" in text
 
 
-def test_code_that_kills_the_child_is_an_error_like_any_other(make: Make, tmp_path: Path) -> None:
+def test_code_that_kills_the_child_is_an_error_like_any_other(make: Make, nursery: Nursery, tmp_path: Path) -> None:
     file = tmp_path / "crash.py"
     file.write_text("import os, sys\nprint('last words', file=sys.stderr, flush=True)\nos._exit(9)\n")
-    (text,) = errors(inspect(make(f"sft.rows={file}:rows", "sft.steps=1", "sft.batch_size=1")))
+    (text,) = errors(inspect(make(f"sft.rows={file}:rows", "sft.steps=1", "sft.batch_size=1"), nursery=nursery))
     assert text.startswith("looking at model, data and reward must end with exit code 0, got 9: last words.")
 
 
