@@ -11,6 +11,7 @@ from pathlib import Path
 import orjson
 
 from rondo.comm.bus.accounts import Rules
+from rondo.comm.bus.curriculum import Rests
 from rondo.comm.bus.transitions import CoordinatorConfig
 from rondo.launch.config import RunConfig
 from rondo.launch.groups import TRAINED, RoleGroup
@@ -95,6 +96,10 @@ def coordinator_config(config: RunConfig, num_rows: int, routed_bytes: int = 0) 
         max_data_failures=config.reward.max_failures,
         max_infra_failures=config.bus.max_infra_failures,
         num_positions=None if passes is None else passes * num_rows,
+        looks=config.data.leaves_out,
+        rests=None
+        if (of := config.data.curriculum) is None
+        else Rests(of.rest_steps, of.solved, of.hopeless, of.solved_from),
     )
     return CoordinatorConfig(
         rules=rules,

@@ -24,6 +24,7 @@ from rondo.models.load import load_tokenizer
 from rondo.roles.data.datasets import RowError, open_splits, train_order
 from rondo.roles.data.fingerprints import Fingerprints
 from rondo.roles.data.media import MediaPool
+from rondo.roles.data.next_rows import NUM_POSITIONS, next_rows
 from rondo.roles.data.prompts import TooLong
 from rondo.roles.engines.calls import EngineCalls
 from rondo.roles.engines.dispatch.dispatcher import Dispatcher
@@ -190,6 +191,8 @@ class RolloutRole:
                     lease = Lease(**{**grant, "have": {sample: told_of(*told) for sample, *told in grant["have"]}})
                     self._progress.begin((lease.group, lease.epoch))
                     self._running[lease.group, lease.epoch] = tasks.create_task(self._run_group(lease))
+            elif "look" in answer:
+                await self._look(**answer["look"])
             elif "evaluate" in answer:
                 with self._ctx.span("evaluate", beside="evaluation", version=answer["evaluate"]["version"]):
                     evaluating = tasks.create_task(self._evaluate(**answer["evaluate"]))
@@ -199,6 +202,20 @@ class RolloutRole:
                 break
         for task in list(self._running.values()):
             task.cancel()
+
+    async def _look(self, position: int = 0, source: str | None = None, number: int = 0) -> None:
+        """Tells the coordinator which rows come next, of one source, or the sources from a position on."""
+        groups, config = self._groups, self._job.config
+        if source is None:
+            every = [groups.order.source_at(each) for each in range(position, position + NUM_POSITIONS)]
+            await self._job.bus.call("sources_from", position, every)
+            return
+        most = config.rollout.prompts_per_step + config.rollout.spare_groups
+        with self._ctx.span("look at rows", beside="leases"), self._ctx.work("look at rows", self._ctx.load_s):
+            found = await asyncio.to_thread(
+                next_rows, groups.rows, groups.order, source, number, most, filtered=config.data.filters
+            )
+        await self._job.bus.call("looked_at", source, number, found, groups.order.num_rows_of(source))
 
     def _room(self) -> int:
         """Prompt groups to ask for. Of samples at the engine one wave decodes and one waits; those that are whole, or elsewhere

@@ -18,6 +18,7 @@ import bisect
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rondo.comm.bus.curriculum import Rests
 from rondo.comm.bus.group import LIVE, SETTLED, Group
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.rounds import Stream, mini_batch_of
@@ -42,6 +43,8 @@ class Rules:
     max_data_failures: int = 2
     max_infra_failures: int = 5
     num_positions: int | None = None  # data-set rows times passes; None is endless
+    looks: bool = False  # at rows before they are admitted, since a filter or a curriculum leaves some out
+    rests: Rests | None = None  # of a curriculum
 
 
 class Accounts:
@@ -52,6 +55,9 @@ class Accounts:
         self.version: int | None = None  # newest committed policy version; None before the first commit
         self.next_group = 0
         self.next_position = 0
+        self.numbers: dict[str, int] = {}  # source -> its rows that were admitted or left out; where rows are looked at
+        self.left_out: dict[str, int] = {}  # why rows were left out -> how often
+        self.left_in_a_row: dict[str, list[int]] = {}  # source -> rows a filter leaves out, rows that rest, of so many
         self.groups: dict[int, Group] = {}
         self.steps: dict[int, list[int]] = {}  # uncommitted step -> its groups in admission order
         self.counts: dict[str, int] = {"admitted": 0, **dict.fromkeys((*LIVE, *SETTLED), 0)}
@@ -111,15 +117,35 @@ class Accounts:
 
     @property
     def done(self) -> bool:
-        return self.version is not None and (self.version >= self.rules.num_steps or self._out_of_data)
+        return self.version is not None and (
+            self.version >= self.rules.num_steps or (self._out_of_data and not self._all_left_out)
+        )
 
     @property
     def _out_of_data(self) -> bool:
         """The data ended, and what is left of them cannot fill the oldest step: the run ends with whole steps."""
         if self.rules.num_positions is None:
             return False
-        left = self.rules.num_positions - self.next_position
-        return self._alive.get(self.step, 0) + left < self.rules.groups_per_step
+        return self._alive.get(self.step, 0) + self._num_left < self.rules.groups_per_step
+
+    @property
+    def _num_left(self) -> int:
+        """Rows that were not taken yet, of data that end."""
+        assert self.rules.num_positions is not None
+        taken = self.numbers.get("", self.next_position) if self.rules.looks else self.next_position
+        return self.rules.num_positions - taken
+
+    @property
+    def _all_left_out(self) -> str:
+        """Why no step can fill, where a filter leaves too few rows; else empty."""
+        most = max(self.left_out, key=self.left_out.__getitem__, default="")
+        fix = f"Most often: {most}. Correct data.filter, or take other data"
+        for source, (filtered, rested, of) in self.left_in_a_row.items():
+            if filtered >= of and not rested:
+                return f"data.filter must leave rows{f' of {source}' * bool(source)}, got none of {of}. {fix}"
+        if not self.version and self.left_out and self._out_of_data:
+            return f"data.filter must leave a step's {self.rules.groups_per_step} rows before the data end, got fewer. {fix}"
+        return ""
 
     def imbalance(self, *, scan: bool = True) -> str:
         """Empty while promise B1 holds; else the sentence that stops the run. `scan`: count the living groups one by one too."""
@@ -174,7 +200,7 @@ class Accounts:
         alive = self._alive.get(step, 0)
         missing = self.rules.groups_per_step + self.rules.spare_groups - alive
         if self.rules.num_positions is not None:
-            left = self.rules.num_positions - self.next_position
+            left = self._num_left
             if alive + left < self.rules.groups_per_step:
                 return []  # a step that cannot fill is not begun
             missing = min(missing, left)
@@ -213,4 +239,4 @@ class Accounts:
                 f"failed prompt groups in a row must be at most {self.rules.max_consecutive_failed} "
                 f"(rollout.max_consecutive_failed), got {self.consecutive_failed}. The last one failed so: {self.last_error}"
             )
-        return ""
+        return self._all_left_out

@@ -65,6 +65,8 @@ class Group:
     data_failures: int = 0
     infra_failures: int = 0
     error: str = ""
+    row: int | None = None  # of the data, and the source of that: known where rows are looked at
+    source: str = ""
 
     def reservation(self) -> str:
         return f"group.{self.id}.{self.epoch}"

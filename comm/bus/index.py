@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rondo.comm.bus.accounts import Accounts, Rules
-from rondo.comm.bus.group import LIVE, NO_VERSION, SETTLED, Group
+from rondo.comm.bus.curriculum import Curriculum
+from rondo.comm.bus.group import LIVE, NO_VERSION, REWARD, SETTLED, Group
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.rounds import Round, Rounds
 from rondo.comm.bus.space import Space
@@ -27,6 +28,8 @@ from rondo.comm.ring.records import GROUP_BLOB
 from rondo.comm.ring.spans import Span, whole_samples
 from rondo.runtime import formats
 
+_MOST_REASONS, _OTHER_REASONS = 64, "other reasons"
+"""Reasons of a user's filters that are counted one by one."""
 _OF_VERSIONS = {
     "publishing": ("begin", "slot", "version"),
     "published": ("publish", "slot", "version", "checksum"),
@@ -59,6 +62,7 @@ class Index(Accounts):
         self.space = Space()
         self.versions = Versions(rules.num_slots)
         self.rounds = Rounds(rules.streams)
+        self.curriculum = None if rules.rests is None else Curriculum(rules.rests, rules.max_staleness)
         self._freed: list[tuple[str, int]] = []
         self._filled: set[str] = set()
 
@@ -157,6 +161,26 @@ class Index(Accounts):
         self.counts["admitted"] += 1
         self.counts["waiting"] += 1
         self._list(group)
+        if "row" in event:
+            group.source, group.row = event["source"], event["row"]
+            self.numbers[group.source] = event["number"] + 1
+            self.left_in_a_row.pop(group.source, None)
+
+    def _on_left_out(self, event: Event) -> None:
+        """Rows of a source up to a number that no group is admitted with. Where nothing but such rows come in a whole pass, those
+        that have rested longest are awake again: so a plan leaves no more of them out at once (`rows_to_a_pass`)."""
+        source, rested = event["source"], sum(event["rested"].values())
+        self.numbers[source] = event["number"]
+        for why, count in (event["filtered"] | {f"rests, {kind}": n for kind, n in event["rested"].items()}).items():
+            reason = f"{source}: {why}" if source else why
+            reason = reason if reason in self.left_out or len(self.left_out) < _MOST_REASONS else _OTHER_REASONS
+            self.left_out[reason] = self.left_out.get(reason, 0) + count
+        before = self.left_in_a_row.get(source, [0, 0])
+        now = [before[0] + sum(event["filtered"].values()), before[1] + rested, event["num_rows"]]
+        if self.curriculum is not None and now[1] and now[0] + now[1] >= event["num_rows"]:
+            self.curriculum.wake(event["step"], source)
+            now = [0, 0, event["num_rows"]]
+        self.left_in_a_row[source] = now
 
     def _on_grant(self, event: Event) -> None:
         group = self.groups.get(event["group"])
@@ -265,6 +289,7 @@ class Index(Accounts):
             self.space.release(group.reservation())
             self.consecutive_filtered += 1
             self.consecutive_failed, self.last_error = 0, event["why"]
+            self._judge(group, event.get("rewards", ()))
         group.error = event["why"]
         self._end(group, event["outcome"])
 
@@ -322,12 +347,19 @@ class Index(Accounts):
                 for oldest, count in Counter(group.oldest()).items():
                     if oldest != NO_VERSION:
                         self.staleness[step - oldest] = self.staleness.get(step - oldest, 0) + count
+                self._judge(group, group.info[REWARD][: group.num_samples])
                 self._end(group, "trained")
             else:  # what its holder has reserved stays so until it is abandoned
                 self._end(group, "surplus")
         self._alive.pop(step, None)
         self._waiting.pop(step, None)
         self.rounds.close(step)
+        if self.curriculum is not None:
+            self.curriculum.forget(self.version)
+
+    def _judge(self, group: Group, rewards: Sequence[float | None]) -> None:
+        if self.curriculum is not None and group.row is not None:
+            self.curriculum.judge(group.step, group.id, group.source, group.row, rewards)
 
     def _on_pin(self, event: Event) -> None:
         """The version in this slot stays there until its evaluation has a result."""
@@ -386,6 +418,15 @@ class Index(Accounts):
 
     # ---- questions --------------------------------------------------------------------------------------------------
 
+    def rows_to_a_pass(self, source: str, num_rows: int) -> int:
+        """How many more rows of a source make a whole pass of such as were left out."""
+        filtered, rested, *_ = self.left_in_a_row.get(source, [0, 0])
+        return max(1, num_rows - filtered - rested)
+
+    def rests(self, step: int, source: str, row: int) -> str:
+        """As what a row of a source rests at a step: "solved" or "hopeless"; "" while it is awake."""
+        return "" if self.curriculum is None else self.curriculum.why(step, source, row)
+
     def trains(self, role: str, step: int) -> bool:
         """Whether a trainable role trains a step, or leaves its weights as they are."""
         return step >= self.rounds.lanes[role].spec.first_step
@@ -425,6 +466,9 @@ class Index(Accounts):
         "left",
         "next_group",
         "next_position",
+        "numbers",
+        "left_out",
+        "left_in_a_row",
         "counts",
         "refused_rows",
         "media_bytes",
@@ -449,6 +493,7 @@ class Index(Accounts):
             "space": self.space.dump(),
             "versions": self.versions.dump(),
             "rounds": self.rounds.dump(),
+            "judged": [] if self.curriculum is None else self.curriculum.judged(),
         }
 
     @classmethod
@@ -468,4 +513,6 @@ class Index(Accounts):
         index.space = Space.load(state["space"])
         index.versions = Versions.load(state["versions"])
         index.rounds = Rounds.load(rules.streams, state["rounds"])
+        if rules.rests is not None:
+            index.curriculum = Curriculum(rules.rests, rules.max_staleness, state.get("judged", ()))
         return index

@@ -8,6 +8,7 @@ Invariant: a lease is granted only with room promised for all that is missing of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from rondo.comm.bus import wakes
@@ -30,7 +31,8 @@ class Leasing(Transitions):
     ) -> dict[str, Any]:
         """Work for a rank of a rollout replica that works on `held` ([group, epoch] each); waits until there is some. One of:
 
-        {"grants": [{group, epoch, step, position, ring, has_media, have: [[sample, reward, response], ...]}, ...]}
+        {"grants": [{group, epoch, step, position, row, ring, has_media, have: [[sample, reward, response], ...]}, ...]}
+        {"look": {"position"}} or {"look": {"source", "number"}}: tell first which rows come next (`lookahead.py`);
         {"evaluate": {"label", "version", "part", "of"}}: sample these of the held-out prompts with exactly this version; with
         "parts", what was found of all of them: say what they are together;
         {"end": True}: the run needs nothing more, or nothing of this replica, which leaves and has put all that it was granted.
@@ -67,7 +69,21 @@ class Leasing(Transitions):
             target = 0 if label == "start" else self.index.version
             return self._evaluations.part_of(label, version, (member, incarnation, rank)) if version == target else None
         grants = self._grants(member, incarnation, rank, version, min(max_groups, self._share(version) - len(mine)))
+        if not grants and self._lookahead.wanted is not None:
+            return {"look": self._lookahead.wanted}
         return {"grants": grants} if grants else None
+
+    @at_once
+    def looked_at(
+        self, member: str, incarnation: int, source: str, number: int, rows: list[list[Any]], num_rows: int
+    ) -> None:
+        """The rows of a source from a number on, of so many in a pass: [row, why a filter leaves it out or ""]."""
+        self._lookahead.tell_rows(source, number, rows, num_rows)
+
+    @at_once
+    def sources_from(self, member: str, incarnation: int, position: int, sources: list[list[Any]]) -> None:
+        """The sources of the positions from this one on: [source, how many rows of it come before]."""
+        self._lookahead.tell_sources(position, sources)
 
     def _share(self, version: int) -> int:
         """The most prompt groups that one engine may have at once: its part of the steps that it may work for, so that who asks
@@ -117,9 +133,9 @@ class Leasing(Transitions):
 
     def _grants(self, member: str, incarnation: int, rank: int, version: int, max_groups: int) -> list[dict[str, Any]]:
         grants: list[dict[str, Any]] = []
+        self._lookahead.wanted, is_told = None, True
         for step in self.index.wanting(version):
-            for event in self.index.plan_admissions(step):
-                self._fold(event)
+            is_told = is_told and self._admit(step)
             for group in self.index.waiting(step):
                 if len(grants) >= max_groups:
                     return grants
@@ -134,6 +150,15 @@ class Leasing(Transitions):
                 self._renewed[group.id] = self._granted[group.id] = self._clock()
                 grants.append(lease_of(self.index, group))
         return grants
+
+    def _admit(self, step: int) -> bool:
+        """Prompt groups of a step, in their order; whether all rows of these are known."""
+        for event in self.index.plan_admissions(step):
+            for each in self._lookahead.plan(self.index, event) if self.index.rules.looks else (event,):
+                self._fold(each)
+            if self._lookahead.wanted is not None:
+                return False
+        return True
 
     @at_once
     def renew(
@@ -155,9 +180,12 @@ class Leasing(Transitions):
         self._floor.tell(member, rank, healthy, of)
 
     @at_once
-    def settle(self, member: str, incarnation: int, group: int, epoch: int, outcome: str, why: str) -> None:
-        """A group ends before it is ready: `filtered`; `failed`, without enough rewards; `error` when its data failed (retried,
-        then quarantined)."""
+    def settle(
+        self, member: str, incarnation: int, group: int, epoch: int, outcome: str, why: str,
+        rewards: Sequence[float | None] = (),
+    ) -> None:  # fmt: skip
+        """A group ends before it is ready: `filtered`, with what rewards its samples have; `failed`, without enough of them;
+        `error` when its data failed (retried, then quarantined)."""
         held = self.index.groups.get(group)
         if held is None or held.state != "running" or held.epoch != epoch:
             return  # its lease ended meanwhile
@@ -166,7 +194,7 @@ class Leasing(Transitions):
             left = self.index.groups.get(group)
             outcome = left.state if left is not None else "quarantined"
         else:
-            self._emit(self._settle(group, epoch, outcome, why))
+            self._emit(self._settle(group, epoch, outcome, why) | ({"rewards": list(rewards)} if rewards else {}))
         if outcome != "filtered":
             self._report("group_error", {"group": group, "epoch": epoch, "why": why, "state": outcome})
 
@@ -183,12 +211,12 @@ class Leasing(Transitions):
 def lease_of(index: Index, group: Group) -> dict[str, Any]:
     """What the holder of a group is told, with what earlier holders put:
 
-    {"group": 7, "epoch": 0, "step": 1, "position": 7, "ring": "ring/rollout-0/0", "has_media": False,
+    {"group": 7, "epoch": 0, "step": 1, "position": 7, "row": None, "ring": "ring/rollout-0/0", "has_media": False,
      "have": [[sample, reward, response, finish], ...]}
     """
     return {
         "group": group.id, "epoch": group.epoch, "step": group.step, "position": group.position,
-        "ring": index.space.ring_of(group.reservation()),
+        "row": group.row, "ring": index.space.ring_of(group.reservation()),
         "has_media": bool(group.media),
         "have": [
             [sample, group.info[REWARD][sample], group.response(sample), group.info[FINISH][sample]]

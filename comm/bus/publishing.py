@@ -58,11 +58,17 @@ class Publishing(Transitions):
     def step_on_bus(self, member: str, incarnation: int, step: int) -> dict[str, Any]:
         """What a whole step that is not committed yet paid for its longest trajectories, in seconds: from when half of its
         groups were there, and the version it trains on, to when the last was. 0 where samples came before a restart. Beside it
-        the queues of now: prompt groups by state, and how full each ring is."""
+        the queues of now: prompt groups by state, and how full each ring is; how many rows were left out so far, by reason, and
+        rest at this step."""
         times = sorted(self._put_at[group] for group in self.index.membership(step) if group in self._put_at)
         waited_s = max(0.0, times[-1] - max(times[(len(times) - 1) // 2], self._committed_at)) if times else 0.0
         rings = {name: (ring.head - ring.tail) / ring.capacity for name, ring in self.index.space.rings.items()}
-        return {"longest_wait_s": waited_s, "queues": dict(self.index.counts), "rings": rings}
+        found = {"longest_wait_s": waited_s, "queues": dict(self.index.counts), "rings": rings}
+        if self.index.rules.looks:
+            found["left_out"] = dict(self.index.left_out)
+        if self.index.curriculum is not None:
+            found["resting"] = self.index.curriculum.num_resting(step)
+        return found
 
     @at_once
     def commit(

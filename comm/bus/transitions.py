@@ -24,10 +24,12 @@ import orjson
 from rondo.comm.bus import wakes
 from rondo.comm.bus.accounts import Rules
 from rondo.comm.bus.audit import Ledger
+from rondo.comm.bus.curriculum import Rests
 from rondo.comm.bus.evaluations import Evaluations
 from rondo.comm.bus.floor import Floor
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Event, Journal
+from rondo.comm.bus.lookahead import Lookahead
 from rondo.comm.bus.pending import Pending
 from rondo.comm.bus.puts import put_event
 from rondo.comm.bus.rings import Rings
@@ -81,6 +83,7 @@ class CoordinatorConfig:
             Stream(**{**s, "inputs": tuple(s["inputs"]), "outputs": tuple(s["outputs"])}) for s in rules["streams"]
         )
         rules["base_columns"] = tuple(rules["base_columns"])
+        rules["rests"] = Rests(**rules["rests"]) if rules.get("rests") else None
         fields["rollout_groups"] = tuple(fields["rollout_groups"])
         return cls(**{**fields, "rules": Rules(**rules)})
 
@@ -133,6 +136,7 @@ class Transitions(Actor):
             index, self._is_living, config.evaluate_start, config.evaluate_end, config.evaluate_every, config.num_pinned,
             num_parts=sum(config.ranks[group] for group in config.rollout_groups),
         )  # fmt: skip
+        self._lookahead = Lookahead()
         self._floor = Floor(config.min_engines, config.min_engines_deadline_s, config.below_min_engines)
         self._below: Wait | None = None
         self._draining = False
@@ -334,6 +338,7 @@ class Transitions(Actor):
             "attempt": index.attempt, "version": index.version, "groups": dict(index.counts),
             "failed_in_a_row": index.consecutive_failed, "failing": self._failing(),
             "refused_rows": index.refused_rows, "media_bytes": index.media_bytes, "row_bytes": index.row_bytes,
+            "left_out": dict(index.left_out),
             "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
             "rings": rings, "proved": dict(index.versions.proved), "num_evaluations": len(index.evaluations),
             "engines": {**asdict(self._floor.engines), "least": self._floor.least, "below": self._floor.why},

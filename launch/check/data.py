@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,7 @@ from rondo.roles.data.cursor import Order, Permutation
 from rondo.roles.data.datasets import Dataset, Row, RowError, Rows, demonstrations, open_splits, train_order
 from rondo.roles.data.fingerprints import Fingerprint, Fingerprints, sampled
 from rondo.roles.data.prompts import TooLong, render_prompt, without_media_section
+from rondo.roles.data.row_filters import Filtered
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.processes.guard import guarded
 from rondo.runtime.section import settings_at
@@ -47,6 +49,7 @@ _NUM_TOKENS = 1 << 22
 """Tokens after which no more rows are: some seconds of work."""
 _NUM_MEDIA_ROWS = 4
 """Rows with media, which take longer."""
+_NUM_REASONS = 8
 _NUM_SCORED = 2
 """Rows of each part that the reward function is tried on."""
 _BESIDE_S = 300.0
@@ -224,6 +227,7 @@ class _Seen:
     usable: list[Row] = field(default_factory=list)
     too_long: list[TooLong] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)
+    filtered: Counter[str] = field(default_factory=Counter)
     num_rows: int = 0
     num_media: int = 0
     num_tokens: int = 0
@@ -249,6 +253,8 @@ def _see(part: _Part) -> _Seen:
         except TooLong as error:
             seen.too_long.append(error)
             seen.num_tokens += error.num_tokens
+        except Filtered as error:
+            seen.filtered[error.reason] += 1
         except RowError as error:
             seen.broken.append(settings_at(part.name, str(error), "data"))
         seen.num_rows += 1
@@ -266,8 +272,10 @@ def _look_at_part(part: _Part, report: Report) -> list[Row]:
     """A few rows that the reward function can be tried on."""
     seen, name = _see(part), part.name
     looked_at = f"{seen.num_rows} rows that were looked at"
-    left_out = seen.broken + ([str(seen.too_long[0])] if seen.too_long else [])
-    num_left_out = len(seen.broken) + (len(seen.too_long) if part.settings.too_long == "drop" else 0)
+    reasons = ", ".join(f"{count} x {why}" for why, count in seen.filtered.most_common(_NUM_REASONS))
+    left_out = [*seen.broken, *map(str, seen.too_long[:1]), f"{name}.filter says {reasons}"]
+    num_left_out = len(seen.broken) + seen.filtered.total()
+    num_left_out += len(seen.too_long) if part.settings.too_long == "drop" else 0
     if num_left_out == seen.num_rows:
         raise RowError(f"{name}: no row can be used of {looked_at}; the first: {left_out[0]}")
     if seen.broken:
@@ -276,6 +284,8 @@ def _look_at_part(part: _Part, report: Report) -> list[Row]:
             f"{name}: {len(seen.broken)} of {looked_at} cannot be used, and a run leaves such rows out; the first: "
             f"{seen.broken[0]}",
         )
+    if seen.filtered:
+        report.add("note", f"{name}: {seen.filtered.total()} of {looked_at} are left out by {name}.filter: {reasons}")
     if seen.too_long:
         share, longest = len(seen.too_long) / seen.num_rows, max(error.num_tokens for error in seen.too_long)
         report.add(

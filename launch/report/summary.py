@@ -67,7 +67,8 @@ class Summary:
     failed: Mapping[str, int] = field(default_factory=dict)
     """The same of those that failed, too few of whose samples have a reward."""
     left_out: Mapping[str, int] = field(default_factory=dict)
-    """Rows that the run went on without: prompts that are too long, demonstrations that could not be used."""
+    """Rows that the run went on without: prompts that are too long, demonstrations that could not be used, and turns of rows
+    that a filter left out or that rested, by reason."""
     log_prob_gap: Mapping[str, float] = field(default_factory=dict)
     """Mean absolute gap between the log-probs of engine and trainer under the same weights, in nats, the largest of any
     step: of all tokens, and of rows with each modality."""
@@ -183,7 +184,8 @@ def left_out(events: Path, steps: Sequence[Mapping[str, Any]] = ()) -> dict[str,
             prompts.add(record["why"])
         elif record.get("kind") == "sft":
             num_demonstrations = record["skipped"]
-    found = {"prompts": len(prompts), "demonstrations": num_demonstrations}
+    turns: Mapping[str, int] = next((record["left_out"] for record in reversed(steps) if "left_out" in record), {})
+    found = {"prompts": len(prompts), "demonstrations": num_demonstrations, **turns}
     return {name: count for name, count in found.items() if count}
 
 

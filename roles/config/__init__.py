@@ -23,7 +23,15 @@ from rondo.models.media.config import MediaConfig
 from rondo.roles.algorithms.algorithm import AlgorithmConfig, OldLogProbs, old_log_probs_source
 from rondo.roles.algorithms.teachers import DistillationConfig, TeacherConfig
 from rondo.roles.config.agreement import depends_on_time, media_suit_the_engine, sections_agree
-from rondo.roles.config.data import NO_REWARD, DataConfig, EvalConfig, EvalSet, RewardConfig, SourceConfig
+from rondo.roles.config.data import (
+    NO_REWARD,
+    CurriculumConfig,
+    DataConfig,
+    EvalConfig,
+    EvalSet,
+    RewardConfig,
+    SourceConfig,
+)
 from rondo.roles.config.evaluations import benchmark
 from rondo.roles.config.genrm import SCORE, SCORER, GenrmConfig, JudgeConfig, ScorerConfig
 from rondo.roles.config.presets import full_size
@@ -64,6 +72,7 @@ __all__ = [
     "AlgorithmConfig",
     "BestConfig",
     "CriticConfig",
+    "CurriculumConfig",
     "DataConfig",
     "DebugConfig",
     "DistillationConfig",
@@ -200,6 +209,9 @@ class JobConfig(Section):
         return None if self.job == "rl" else getattr(self, self.job)
 
     def refused(self) -> Iterator[str]:
+        for name, data in self.named_data().items():
+            if data.curriculum is not None and name != "data":
+                yield f"{name}.curriculum must be None, since prompts of reinforcement alone are judged, got it. Remove it"
         if self.job != "rl":
             yield from job_is_not_whole(self)
             return

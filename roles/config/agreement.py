@@ -54,7 +54,7 @@ def halves_suit(job: JobConfig) -> Iterator[str]:
     for name, is_set in (
         ("algorithm.advantage", job.algorithm.by_turn or job.compares_parts), ("distillation", bool(taught)),
         ("media.max_turn_bytes", job.media is not None and job.media.max_turn_bytes > 0),
-        ("data.sources", bool(job.data.sources)),
+        ("data.sources", bool(job.data.sources)), ("data.filter or data.curriculum", job.data.leaves_out),
         ("rollout.filter", job.rollout.filter is not None), ("rollout.keep", job.rollout.keep is not None),
     ):  # fmt: skip
         if is_set:

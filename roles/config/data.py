@@ -26,13 +26,37 @@ Share = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 MOST_SOURCES = 255
 
 
+class CurriculumConfig(Section):
+    """Prompts that the policy has solved, or has not come near, rest for a while: a row is judged by the pass rate of its last
+    prompt group, the part of its samples that pass."""
+
+    place = "data.curriculum"
+    rest_steps: int = Field(20, ge=1)
+    """A row that is judged so rests for so many steps; its turns go to the next row of its source."""
+    solved: float | None = Field(1.0, gt=0, le=1)
+    """Pass rate from which a row rests as solved; None for none."""
+    hopeless: float | None = Field(0.0, ge=0, lt=1)
+    """Pass rate up to which it rests as hopeless; None for none."""
+    solved_from: float = 1.0
+    """A sample with at least this reward passes."""
+
+    def refused(self) -> Iterator[str]:
+        if self.solved is None and self.hopeless is None:
+            yield "curriculum.solved or curriculum.hopeless must be set, got neither. Set one, or remove data.curriculum"
+        elif self.solved is not None and self.hopeless is not None and self.hopeless >= self.solved:
+            yield (
+                f"curriculum.hopeless must be below curriculum.solved, {self.solved:g}, got {self.hopeless:g}. Lower it, or "
+                "every row rests"
+            )
+
+
 class SourceConfig(Section):
     """One of several sources of `data`. What is None is as in data."""
 
     place = "data.sources"
     OF_ROWS: ClassVar = (
-        "path", "args", "rows", "transform", "limit", "prompt", "label", "metadata", "tools", "message_keys", "message_roles",
-        "media_columns", "use_audio_in_video", "system",
+        "path", "args", "rows", "transform", "filter", "limit", "prompt", "label", "metadata", "tools", "message_keys",
+        "message_roles", "media_columns", "use_audio_in_video", "system",
     )  # fmt: skip
     """Settings that take the place of data's."""
     weight: Share | None = None
@@ -46,6 +70,8 @@ class SourceConfig(Section):
     """Or a function without arguments that returns the rows."""
     transform: FunctionRef | None = None
     """A function from all of its rows to those to use."""
+    filter: FunctionRef | None = None
+    """A function that says of each of its rows whether it is used."""
     limit: int | None = Field(None, ge=1)
     """Only its first rows."""
     prompt: str | None = None
@@ -106,6 +132,11 @@ class DataConfig(Section):
     """Or several sources by names of yours, mixed by their weights; metrics tell reward and length of each."""
     transform: FunctionRef | None = None
     """A function from all rows as they lie (an iterable of dicts) to the rows to use; its result is kept in memory."""
+    filter: FunctionRef | None = None
+    """A function that says of each row, as it lies (a dict), before its turn comes, whether it is used: True, False, or text that
+    says why not. Reasons are counted; rows for evaluation are filtered as data are opened."""
+    curriculum: CurriculumConfig | None = None
+    """Prompts that are solved or hopeless rest for a while."""
     prompt: str = "prompt"
     """Column with the prompt: text, or a list of chat messages (with `apply_chat_template`)."""
     message_keys: dict[str, str] = Field(default_factory=dict)
@@ -234,13 +265,23 @@ class DataConfig(Section):
                 f"data.apply_chat_template must be True with data.sources.{systems[0]}.system, a message, got False. Set it"
             )
 
+    @property
+    def filters(self) -> bool:
+        """Whether any of the rows have a filter."""
+        return bool(self.filter or any(source.filter for source in self.sources.values()))
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether rows are looked at before they are admitted, since some are left out."""
+        return self.filters or self.curriculum is not None
+
     def of(self, source: str) -> DataConfig:
         """The settings of the rows of one of the sources; these where there are none."""
         if not self.sources:
             return self
         own = self.sources[source]
         given = {name: getattr(own, name) for name in own.OF_ROWS if getattr(own, name) is not None}
-        return self.model_copy(update=given | {"sources": {}, "balance": None, "held_out": 0})
+        return self.model_copy(update=given | {"sources": {}, "balance": None, "curriculum": None, "held_out": 0})
 
 
 def _by_name(function: object) -> object:

@@ -108,11 +108,11 @@ class Mixture:
         self._stretch = Balance([name for name in sorted(counts) for _ in range(counts[name])])
         self._size = sum(counts.values())
 
-    def at(self, position: int) -> tuple[str, int, int]:
-        """(source, its pass, which of its rows in that pass) at a position of the run."""
+    def at(self, position: int) -> tuple[str, int]:
+        """(source, how many rows of it come before) at a position of the run."""
         stretch, offset = divmod(position, self._size)
         name, number = self._stretch.at(offset)
-        return name, *divmod(stretch * self._counts[name] + number, len(self.rows[name]))
+        return name, stretch * self._counts[name] + number
 
 
 class Windows:
@@ -158,14 +158,25 @@ class Order:
 
     def locate(self, position: int) -> Place:
         """The place of a position. IndexError past the last pass."""
+        return self.row_of(*self.source_at(position))
+
+    def source_at(self, position: int) -> tuple[str, int]:
+        """(source, how many rows of it come before) at a position; without a mixture all are of source ""."""
+        return ("", position) if self.mixture is None else self.mixture.at(position)
+
+    def num_rows_of(self, source: str) -> int:
+        """In one pass over a source."""
+        return self.num_rows if self.mixture is None else len(self.mixture.rows[source])
+
+    def row_of(self, source: str, number: int) -> Place:
+        """The place of a source's row `number`, counted from 0 over all passes. IndexError past the last one."""
         end = self.num_positions
-        if position < 0 or (end is not None and position >= end):
-            raise IndexError(f"position must be in range({end}), got {position}")
+        if number < 0 or (end is not None and number >= end):
+            raise IndexError(f"position must be in range({end}), got {number}")
+        pass_number, offset = divmod(number, self.num_rows_of(source))
         if self.mixture is not None:
-            source, pass_number, number = self.mixture.at(position)
             mine = self.mixture.rows[source]
-            return Place(pass_number, mine[self._shuffled(len(mine), number, pass_number, source)])
-        pass_number, offset = divmod(position, self.num_rows)
+            return Place(pass_number, mine[self._shuffled(len(mine), offset, pass_number, source)])
         if self.balance is None:
             return Place(pass_number, self._shuffled(self.num_rows, offset, pass_number))
         kind, number = self.balance.at(offset)

@@ -17,6 +17,7 @@ import itertools
 import logging
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -27,6 +28,7 @@ from rondo.roles.data.fingerprints import Fingerprint, Fingerprints, digest_of
 from rondo.roles.data.media_rows import with_media
 from rondo.roles.data.messages import read_messages, read_tools
 from rondo.roles.data.opening import named_columns, open_source
+from rondo.roles.data.row_filters import Filtered, refuse_filtered
 from rondo.roles.data.sources import RowError, Source, missing_column
 from rondo.runtime.errors import ConfigError, Fatal
 from rondo.runtime.reference import load_reference
@@ -78,6 +80,7 @@ class Dataset:
         self._config = config
         self._indices = indices
         self._name = name
+        self._filter = None if config.filter is None else load_reference(config.filter, f"{name}.filter")
         self.left_out = source.left_out
         """Why rows are not among these: what a transform could not be given."""
 
@@ -85,8 +88,16 @@ class Dataset:
         return len(self._indices)
 
     def row(self, index: int) -> Row:
-        """Row `index` of this data set. RowError when it lacks a named column or holds the wrong kind of value."""
-        return self._read(index, lambda at: row_of(self._source.read(at), self._config, self._source.name_of(at)))
+        """Row `index` of this data set. RowError when it lacks a named column or holds the wrong kind of value; Filtered, one of
+        these, when a filter leaves it out."""
+
+        def made(at: int) -> Row:
+            values, name = self._source.read(at), self._source.name_of(at)
+            if self._filter is not None:
+                refuse_filtered(self._filter, values, name)
+            return row_of(values, self._config, name)
+
+        return self._read(index, made)
 
     def prompt(self, index: int) -> str | list[dict[str, Any]]:
         """That row's prompt alone, its media neither read nor taken out of it. RowError as `row`."""
@@ -101,6 +112,8 @@ class Dataset:
         at = self._indices[index]
         try:
             return make(at)
+        except Filtered:
+            raise
         except RowError as error:
             raise RowError(settings_at(self._name, str(error), "data")) from error
         except Exception as error:  # of rows that a user's code makes as they are read, any
@@ -128,6 +141,32 @@ class Dataset:
         held_out = [self._indices[i] for i in drawn]
         return self._with(kept), self._with(held_out)
 
+    def used(self) -> Dataset:
+        """Those that filters leave, for which each row is read; one that cannot be used stays, and is told when its turn comes.
+        Fatal where none is left."""
+        if not self._filters:
+            return self
+        kept, reasons = [], Counter[str]()
+        for index in range(len(self)):
+            try:
+                self.row(index)
+            except Filtered as error:
+                reasons[error.reason] += 1
+                continue
+            except RowError:
+                pass
+            kept.append(self._indices[index])
+        if not kept and reasons:
+            raise Fatal(
+                f"{self._name}.filter must leave rows for evaluation, got none of {len(self)}; most often: "
+                f"{reasons.most_common(1)[0][0]}. Correct it, or hold more rows out"
+            )
+        return self._with(kept)
+
+    @property
+    def _filters(self) -> bool:
+        return self._filter is not None
+
     def first(self, num_rows: int) -> Dataset:
         """The first rows of this one."""
         return self._with(self._indices[:num_rows])
@@ -146,7 +185,7 @@ class MixedDataset(Dataset):
         given: Mapping[str, Mapping[str, Any]],
         indices: Sequence[int] | None = None,
     ) -> None:
-        self._parts, self._config, self._given = parts, config, given
+        self._parts, self._config, self._given, self._name = parts, config, given, "data"
         self._firsts = [0, *itertools.accumulate(map(len, parts.values()))]
         self._indices = range(self._firsts[-1]) if indices is None else indices
         self.left_out = [why for part in parts.values() for why in part.left_out]
@@ -188,6 +227,10 @@ class MixedDataset(Dataset):
         """Source -> which rows of these are of it. Rows that were held out are drawn: those are in no order of sources."""
         ends = [bisect.bisect_left(self._indices, first) for first in self._firsts]
         return {name: range(*ends[at : at + 2]) for at, name in enumerate(self._parts)}
+
+    @property
+    def _filters(self) -> bool:
+        return any(part._filters for part in self._parts.values())
 
     def _with(self, indices: Sequence[int]) -> Dataset:
         return MixedDataset(self._parts, self._config, self._given, indices)
@@ -277,6 +320,8 @@ def open_dataset(
         try:
             data.row(index)
             return data
+        except Filtered:
+            return data
         except RowError as error:
             first = first or error
     assert first is not None
@@ -300,10 +345,10 @@ def open_splits(job: JobConfig, fingerprints: Fingerprints | None = None) -> tup
     sets = {}
     for name, each in job.evaluation.named_sets().items():
         if each.data is None:
-            sets[name] = held_out.first(each.num_prompts)
+            sets[name] = held_out.used().first(each.num_prompts)
             continue
         section = f"evaluation.sets.{name}" if job.evaluation.sets else "evaluation"
-        found = open_dataset(each.data, f"{section}.data", fingerprints)
+        found = open_dataset(each.data, f"{section}.data", fingerprints).used()
         if len(found) < each.num_prompts:
             raise Fatal(
                 f"{section}.num_prompts must be at most the rows of {section}.data, {len(found)}, got {each.num_prompts}. "

@@ -58,7 +58,7 @@ from rondo.runtime.worker.context import WorkerContext
 @dataclass(frozen=True, slots=True)
 class Lease:
     """The right to work on one prompt group. `have`: sample -> what an earlier lease has put of it; `has_media`: it has put the
-    media."""
+    media; `row`: its own where rows are looked at, else that of its position."""
 
     group: int
     epoch: int
@@ -67,6 +67,7 @@ class Lease:
     ring: str
     have: Mapping[int, Ended]
     has_media: bool = False
+    row: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ class PromptGroups:
                 )
             return
         key = (lease.group, lease.epoch)
-        row = await asyncio.to_thread(self.rows.row, self.order.locate(lease.position).row)
+        at = self.order.locate(lease.position).row if lease.row is None else lease.row
+        row = await asyncio.to_thread(self.rows.row, at)
         with self.progress.preparing(key):
             prompt, media = await self.prepare(row, config.data)
         if self.teaching is not None:
@@ -151,7 +153,8 @@ class PromptGroups:
                     told_error(row, each.made.number, each.result.error) for each in samples if each.result.error
                 ]
                 if ended.keys() >= every and (outcome := await self._outcome(list(ended.values()), errors)) is not None:
-                    await self.job.bus.call("settle", lease.group, lease.epoch, *outcome)
+                    rewards = [sample.reward for sample in ended.values()]
+                    await self.job.bus.call("settle", lease.group, lease.epoch, *outcome, rewards)
                     return
                 self._put(lease, row, samples, await self._taught(row, samples))
                 self._log(lease, row, samples)

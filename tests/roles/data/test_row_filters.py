@@ -1,0 +1,119 @@
+"""Filters of rows: what they may say, and what becomes of rows that they leave out, wherever rows lie."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from rondo.roles.config import CurriculumConfig, DataConfig, EvalConfig, SourceConfig
+from rondo.roles.data.datasets import RowError, open_dataset, open_splits, train_order
+from rondo.roles.data.next_rows import next_rows
+from rondo.roles.data.row_filters import Filtered
+from rondo.runtime.errors import Fatal
+from tests.roles.data.test_mixtures import files, job, weighed
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+HERE = __file__
+
+
+def rows() -> list[dict[str, str]]:
+    return [{"prompt": str(number), "label": ""} for number in range(10)]
+
+
+def small(row: dict[str, Any]) -> bool | str:
+    number = int(row["prompt"].split()[-1])
+    return "too  large" if number > 5 else number % 2 == 0
+
+
+def raises(row: dict[str, Any]) -> bool:
+    return row["level"] > 3
+
+
+def silent(row: dict[str, Any]) -> None: ...
+
+
+def of(keeps: str, **options: Any) -> DataConfig:
+    return DataConfig(rows=f"{HERE}:rows", filter=f"{HERE}:{keeps}", **options)
+
+
+def said(keeps: str) -> list[str]:
+    data, found = open_dataset(of(keeps)), []
+    for at in range(len(data)):
+        try:
+            found.append(data.row(at).prompt)
+        except Filtered as error:
+            found.append(error.reason)
+    return found
+
+
+def test_a_filter_says_that_a_row_is_used_or_why_it_is_not_and_one_that_raises_leaves_it_out() -> None:
+    assert said("small") == ["0", "small", "2", "small", "4", "small", *["too large"] * 4]
+    assert set(said("raises")) == {"raises raised KeyError: 'level'"}
+    with pytest.raises(RowError, match=r"row 0: data.filter must return True, False or a reason, got None from silent"):
+        said("silent")
+
+
+def test_rows_for_evaluation_are_those_that_a_filter_leaves_and_some_must_be_left() -> None:
+    _, sets = open_splits(job(of("small", held_out=9), evaluation=EvalConfig(num_prompts=9)))
+    held_out = sets["held_out"]
+    assert {held_out.row(at).prompt for at in range(len(held_out))} <= {"0", "2", "4"}
+    with pytest.raises(
+        Fatal, match=r"data.filter must leave rows for evaluation, got none of 9; .*: raises raised Key"
+    ):
+        open_splits(job(of("raises", held_out=9), evaluation=EvalConfig(num_prompts=9)))
+
+
+def test_what_comes_next_is_the_same_wherever_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """JSONL that stays in its file, in a mixture, and parquet that is decoded by groups of rows, two at a time."""
+    monkeypatch.setattr("rondo.roles.data.sources._HELD_BYTES", 1)
+    pq.write_table(
+        pa.Table.from_pylist([{"prompt": f"p {i}", "label": i} for i in range(24)]),
+        tmp_path / "p.parquet",
+        row_group_size=4,
+    )
+    sources = files(tmp_path, a=12, b=7) | {"p": SourceConfig(path=str(tmp_path / "p.parquet"), filter=f"{HERE}:small")}
+    config = job(
+        DataConfig(sources=weighed(sources, a=2, b=1, p=1), filter=f"{HERE}:small", held_out=3, shuffle_groups=2)
+    )
+    data, _ = open_splits(config)
+    order = train_order(config, data)
+    for source in sources:
+        size = order.num_rows_of(source)
+        whole = [
+            each for at in range(0, 3 * size, size) for each in next_rows(data, order, source, at, 99, filtered=True)
+        ]
+        assert len(whole) == 3 * size and {data.row(row).source for row, why in whole if not why} == {source}
+        assert {why for _, why in whole} == {"", "small", "too large"}
+        again = train_order(config, open_splits(config)[0])
+        for number in (0, 1, size - 1, size + 2):
+            found = next_rows(data, again, source, number, 2, filtered=True)
+            assert found == whole[number : number + len(found)] and [why for _, why in found].count("") == 2
+    # The row of a position is its source's number; without a mixture the pass ends the data.
+    assert [order.locate(at) for at in range(50)] == [order.row_of(*order.source_at(at)) for at in range(50)]
+    alone = job(of("small", num_passes=1))
+    data, _ = open_splits(alone)
+    assert len(next_rows(data, train_order(alone, data), "", 8, 9, filtered=False)) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (
+            {"data": of("small", curriculum=CurriculumConfig()), "debug": {"train_only": "runs/x"}},
+            "debug.train_only must be",
+        ),
+        ({"data": {"rows": f"{HERE}:rows", "curriculum": {"solved": 0.5, "hopeless": 0.5}}}, "hopeless must be below"),
+        ({"data": {"rows": f"{HERE}:rows", "curriculum": {"solved": None, "hopeless": None}}}, "got neither"),
+        (
+            {"data": of("small"), "evaluation": {"data": of("small", curriculum=CurriculumConfig())}},
+            "evaluation.data.curriculum must be None",
+        ),
+    ],
+)
+def test_settings_that_do_nothing_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        job(**options)
