@@ -16,9 +16,11 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import orjson
 import torch
 import torch.distributed as dist
 from aiohttp import web
@@ -26,6 +28,10 @@ from pydantic import BaseModel, Field
 
 from rondo.models.config import MeshConfig
 from rondo.models.load import empty_model, load_config, load_tokenizer, tensors_of
+from rondo.models.media.errors import MediaError
+from rondo.models.media.inputs import MediaInputs
+from rondo.models.media.processor import Processor
+from rondo.models.media.refs import MediaRef
 from rondo.models.mesh import Mesh
 from rondo.models.names import SCORE
 from rondo.models.packing import Sequence as Packable
@@ -33,7 +39,7 @@ from rondo.models.parallel import compute_in
 from rondo.models.value_head import ENDS, check_scores, give_value_head
 from rondo.roles.config import JobConfig
 from rondo.roles.data.datasets import Row, RowError
-from rondo.roles.data.prompts import as_shown, render_prompt
+from rondo.roles.data.prompts import as_shown, messages_of, render_prompt, template_args
 from rondo.roles.forward import REPORT_S
 from rondo.roles.genrm import Watching, there
 from rondo.roles.job import Job, open_job
@@ -48,6 +54,7 @@ from rondo.runtime.admin.openapi import BODY, Operation
 from rondo.runtime.admin.server import HttpServer, Limits, bind, json_answer
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.section import Section
+from rondo.runtime.values import as_json, decode
 from rondo.runtime.waits import totals
 from rondo.runtime.worker.context import WorkerContext
 
@@ -77,6 +84,8 @@ class Answer(Section):
 
 class Answers(Section):
     answers: list[Answer]
+    media: list[Any] = Field(default_factory=list)
+    """Of the prompt of all, as `runtime/values.py` writes [kind, source, use_audio] of each."""
 
 
 class Scores(BaseModel):
@@ -119,18 +128,31 @@ class Encoder:
             judge.max_prompt_tokens,
             judge.too_long == "cut",
         )
+        self._processor = None if config.media is None else Processor.load(path, config.media)
         found = load_config(path)
         self._ends, self._pad = getattr(found, ENDS, False), found.get_text_config().pad_token_id
 
-    def tokens(self, prompt: Any, response: str, tools: Sequence[Any] = (), *, limits: bool = True) -> np.ndarray:
-        """int32 [T], 2 <= T. RowError for an answer that is too long, where `limits` is not False, or that the template does not
-        take.
+    def scored(
+        self,
+        prompt: Any,
+        response: str,
+        tools: Sequence[Any] = (),
+        refs: Sequence[MediaRef] = (),
+        *,
+        limits: bool = True,
+    ) -> Packable:
+        """2 tokens or more, with the media of the prompt. RowError for an answer that is too long, where `limits` is not False,
+        that the template does not take, or whose media are not.
 
         The whole chat as the template writes it, with the tools that the policy was shown. Of a model that job "reward_model" has
         trained, and of plain text, the prompt as for the policy, the answer and the end of sequence."""
         row, tokenizer = Row("an answer to score", prompt, None, {}, tools=tools), self._tokenizer
+        media: MediaInputs | None = None
         if self._ends or not self._source.apply_chat_template:
-            begin = render_prompt(tokenizer, row, self._source, _NO_LIMIT)
+            if refs:
+                begin, media = self._seen(row, messages_of(row, self._source), refs, template_args(row, self._source))
+            else:
+                begin = render_prompt(tokenizer, row, self._source, _NO_LIMIT)
             if tokenizer.eos_token_id is None:
                 raise RowError(
                     f"{row.name}: the reward model's tokenizer must have an end of sequence, got none. Set eos_token"
@@ -140,21 +162,39 @@ class Encoder:
         else:
             begins = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             messages, args = as_shown(row, [*begins, {"role": "assistant", "content": response}], self._source)
-            try:
-                text = tokenizer.apply_chat_template(messages, tokenize=False, **args)
-            except Exception as error:  # a template raises whatever its code and the row's values lead to
-                raise RowError(
-                    f"{row.name}: it must suit the chat template, got {type(error).__name__}: {error}"
-                ) from error
-            found = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+            if refs:
+                found, media = self._seen(row, messages, refs, args)
+            else:
+                found = self._written(row, messages, args)
         if self._pad is not None and len(seen := np.flatnonzero(found != self._pad)):
             found = found[: seen[-1] + 1]
-        if len(found) < 2 or (limits and len(found) > self._most and not self._cuts):
+            if media is not None:
+                media = replace(media, arrays={**media.arrays, "positions": media.positions[:, : len(found)]})
+        if len(found) < 2 or (limits and len(found) > self._most and (refs or not self._cuts)):
             raise RowError(
                 f"{row.name}: prompt and response must have 2 to {self._most} tokens of the reward model's, got {len(found)}. "
                 "Raise scorer.max_prompt_tokens, or set scorer.too_long to 'cut'"
             )
-        return found[-self._most :] if limits else found
+        return Packable(found[-self._most :] if limits else found, 1, media)
+
+    def _written(self, row: Row, messages: list[dict[str, Any]], args: dict[str, Any]) -> np.ndarray:
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, **args)
+        except Exception as error:  # a template raises whatever its code and the row's values lead to
+            raise RowError(
+                f"{row.name}: it must suit the chat template, got {type(error).__name__}: {error}"
+            ) from error
+        return np.array(self._tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
+
+    def _seen(
+        self, row: Row, messages: list[dict[str, Any]], refs: Sequence[MediaRef], args: dict[str, Any]
+    ) -> tuple[np.ndarray, MediaInputs | None]:
+        assert self._processor is not None
+        try:
+            made = self._processor.prepare(messages, refs, **args)
+        except MediaError as error:
+            raise RowError(f"{row.name}: {error}") from error
+        return made.tokens, made.media
 
 
 class RewardModel:
@@ -172,7 +212,7 @@ class RewardModel:
         compute_in(self._model, judge.model.dtype)
         self._mesh, self._device = mesh, job.device
 
-    def score(self, rows: Sequence[np.ndarray] | None = ()) -> list[float] | None:
+    def score(self, rows: Sequence[Packable] | None = ()) -> list[float] | None:
         """A number for each of rank 0's rows, of which each rank computes its part; the other ranks give none (collective). None:
         this was the last."""
         told = self._told(rows)
@@ -181,27 +221,26 @@ class RewardModel:
         mine = range(self._mesh.rank, len(told), self._mesh.size)
         found = torch.zeros(len(told), device=self._device)
         with torch.no_grad():  # who has none of them goes through the same modules
-            answers = [Packable(told[at], 1) for at in mine] or [Packable(np.zeros(2, np.int32), 1)]
+            answers = [told[at] for at in mine] or [Packable(np.zeros(2, np.int32), 1)]
             rewards = rewards_of(self._model, self._packing, answers, self._device)
         found[list(mine)] = rewards[: len(mine)]
         if self._mesh.size > 1:
             dist.all_reduce(found)
         return [float(each) for each in found.tolist()]
 
-    def _told(self, rows: Sequence[np.ndarray] | None) -> Sequence[np.ndarray] | None:
+    def _told(self, rows: Sequence[Packable] | None) -> Sequence[Packable] | None:
         if self._mesh.size == 1:
             return rows
-        sizes = [len(row) for row in rows or ()]
-        first = torch.tensor([_STOPS if rows is None else len(sizes), sum(sizes)], device=self._device)
-        dist.broadcast(first, 0)
-        number, total = first.tolist()
-        if number <= 0:
-            return None if number == _STOPS else []
-        given = np.concatenate([sizes, *rows]) if rows else np.zeros(number + total, np.int64)
-        flat = torch.from_numpy(given.astype(np.int64)).to(self._device)
+        told = [[row.tokens, row.media and [row.media.key, dict(row.media.arrays)]] for row in rows or ()]
+        written = bytearray(orjson.dumps(as_json(told))) if rows else bytearray()
+        size = torch.tensor([_STOPS if rows is None else len(written)], device=self._device)
+        dist.broadcast(size, 0)
+        if size <= 0:
+            return None if size == _STOPS else []
+        flat = torch.frombuffer(written or bytearray(int(size)), dtype=torch.uint8).to(self._device)
         dist.broadcast(flat, 0)
-        held = flat.cpu().numpy()
-        return np.split(held[number:].astype(np.int32), np.cumsum(held[: number - 1]))
+        found = decode(orjson.loads(flat.cpu().numpy().tobytes()))
+        return [Packable(tokens, 1, media and MediaInputs(*media)) for tokens, media in found]
 
 
 class _Waiting:
@@ -210,25 +249,25 @@ class _Waiting:
 
     def __init__(self, tokens: int, *, alone: bool) -> None:
         self._tokens, self._alone = tokens, alone
-        self._rows = deque[tuple[np.ndarray, asyncio.Future[float]]]()
+        self._rows = deque[tuple[Packable, asyncio.Future[float]]]()
         self._came = asyncio.Event()
 
-    def put(self, row: np.ndarray) -> asyncio.Future[float]:
+    def put(self, row: Packable) -> asyncio.Future[float]:
         future = asyncio.get_running_loop().create_future()
         self._rows.append((row, future))
         self._came.set()
         return future
 
-    async def next(self, patience_s: float) -> list[tuple[np.ndarray, asyncio.Future[float]]]:
+    async def next(self, patience_s: float) -> list[tuple[Packable, asyncio.Future[float]]]:
         """None of whoever asked has left. Empty where nothing came for so long."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self._came.wait(), patience_s)
-        batch, room = list[tuple[np.ndarray, asyncio.Future[float]]](), self._tokens
-        while self._rows and (not batch or (len(self._rows[0][0]) <= room and not self._alone)):
+        batch, room = list[tuple[Packable, asyncio.Future[float]]](), self._tokens
+        while self._rows and (not batch or (self._rows[0][0].cost <= room and not self._alone)):
             row, future = self._rows.popleft()
             if not future.done():
                 batch.append((row, future))
-                room -= len(row)
+                room -= row.cost
         if not self._rows:
             self._came.clear()
         return batch
@@ -291,19 +330,20 @@ async def _listening(encoder: Encoder, waits: _Waiting, token: str) -> AsyncIter
     """At the end what is asked has `DRAIN_S` to be answered."""
     asked, encodes = set[asyncio.Future[float]](), asyncio.Lock()
 
-    def encoded(answers: Sequence[Answer]) -> list[np.ndarray | str]:
-        found = list[np.ndarray | str]()
+    def encoded(answers: Sequence[Answer], refs: Sequence[MediaRef]) -> list[Packable | str]:
+        found = list[Packable | str]()
         for each in answers:
             try:
-                found.append(encoder.tokens(each.prompt, each.response, each.tools))
+                found.append(encoder.scored(each.prompt, each.response, each.tools, refs))
             except RowError as error:
                 found.append(str(error))
         return found
 
     async def scores(request: web.Request) -> web.StreamResponse:
-        answers: list[Answer] = request[BODY].answers
+        asked_for: Answers = request[BODY]
+        refs = [MediaRef(*fields) for fields in decode(asked_for.media)]
         async with encodes:
-            rows = await asyncio.to_thread(encoded, answers)
+            rows = await asyncio.to_thread(encoded, asked_for.answers, refs)
         put = [row if isinstance(row, str) else waits.put(row) for row in rows]
         mine = [each for each in put if not isinstance(each, str)]
         asked.update(mine)
@@ -319,7 +359,7 @@ async def _listening(encoder: Encoder, waits: _Waiting, token: str) -> AsyncIter
                 errors=[
                     f"the reward model says {each}" if wrong else None for each, wrong in zip(told, bad, strict=True)
                 ],
-                num_tokens=sum(len(row) for row in rows if not isinstance(row, str)),
+                num_tokens=sum(len(row.tokens) for row in rows if not isinstance(row, str)),
             ).model_dump()
         )
 

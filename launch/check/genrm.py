@@ -95,6 +95,7 @@ def try_judge(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
 
 def try_scorer(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
     """A reward model's tokens of empty answers, and a policy's token taken for one of its own."""
+    from rondo.roles.data.media import located
     from rondo.roles.scorer import Encoder
 
     judge, path = config.scorer, report.facts.judge_paths.get(SCORER)
@@ -103,7 +104,9 @@ def try_scorer(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
         return
     encoder = Encoder(config, path)
     for row in rows:
-        tokens = len(encoder.tokens(row.prompt, "", row.tools, limits=False))
+        seen = config.media
+        refs = () if seen is None else located(row.media, config.data.of(row.source), seen)
+        tokens = len(encoder.scored(row.prompt, "", row.tools, refs, limits=False).tokens)
         if judge.too_long == "fail" and tokens + config.rollout.max_new_tokens > judge.max_prompt_tokens:
             raise ConfigError(
                 f"scorer.max_prompt_tokens must hold {row.name} with the longest response, {tokens} + "

@@ -89,8 +89,6 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
         yield f"components must have other names than {SCORER!r} with scorer, whose number has it, got it. Rename it"
     if job.genrm is not None and job.genrm.per == "pair" and rollout.samples_per_prompt < 2:
         yield "rollout.samples_per_prompt must be at least 2 with genrm.per 'pair', got 1. Raise it"
-    if job.scorer is not None and job.media is not None:
-        yield "scorer must be left out with media, which reward models here do not see, got it. Let genrm judge"
     for name in job.judges if not job.learns_from_rewards else ():
         yield f"{name} must be left out where distillation.task_coef is 0, since rewards weigh nothing there, got it. Remove it"
     served = job.distillation is not None and any(each.urls for each in job.distillation.named().values())

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType, TracebackType
 from typing import Any, Literal, Protocol
 
+from rondo.models.media.refs import MediaRef
 from rondo.roles.rewards.function import UserFunction
 from rondo.roles.rewards.worker import ASKED_FOR
 from rondo.runtime.processes.pool import Outcome
@@ -43,6 +44,8 @@ class RewardItem:
     turns: Sequence[str] = ()
     tools: Sequence[Any] = ()
     """Those of the row, for a judge that is shown the prompt as the policy was."""
+    media: Sequence[MediaRef] = ()
+    """Those of the prompt, for a reward model that sees them."""
 
 
 @dataclass(frozen=True, slots=True)

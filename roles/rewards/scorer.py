@@ -21,6 +21,7 @@ from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.rewards.genrm import Clients, GenrmStats
 from rondo.roles.rewards.pool import RewardItem, RewardResult
 from rondo.runtime.errors import ConfigError, PeerGone
+from rondo.runtime.values import as_json
 
 SCORES = "/scores"
 
@@ -47,9 +48,11 @@ class Scorer:
         """One result an item, in order, which are of one prompt."""
         if not items:
             return []
-        body = {
+        body: dict[str, Any] = {
             "answers": [{"prompt": item.prompt, "response": item.response, "tools": list(item.tools)} for item in items]
         }
+        if items[0].media:
+            body["media"] = as_json([[ref.kind, ref.source, ref.use_audio] for ref in items[0].media])
 
         async def call(client: SGLangClient) -> tuple[dict[str, Any], float]:
             started = time.monotonic()

@@ -30,9 +30,11 @@ import numpy as np
 
 from rondo.comm.bus.group import NO_VERSION
 from rondo.models.media.inputs import MediaInputs
+from rondo.models.media.refs import MediaRef
 from rondo.roles.config import DataConfig, EvalSet, JobConfig
 from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row, RowError, Rows
+from rondo.roles.data.media import located
 from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
@@ -231,7 +233,9 @@ class Evaluator:
             Context, row, prompt, media, self.tokenizer, every, limits, chat=chat, look=look, evaluates=True
         )
         made = await self._made(engine, row, context, functools.partial(request, prompt, media))
-        return made, await scored(rewards or self.rewards, self.tokenizer, row, made, most)
+        seen = self.config.media
+        refs = () if seen is None else located(row.media, data.of(row.source), seen)
+        return made, await scored(rewards or self.rewards, self.tokenizer, row, made, most, refs)
 
     async def _made(
         self,
@@ -308,10 +312,17 @@ def limits_of(config: JobConfig, max_new_tokens: int) -> Limits:
 
 
 async def scored(
-    rewards: RewardPool, tokenizer: Any, row: Row, made: Sequence[Made], max_new_tokens: int
+    rewards: RewardPool,
+    tokenizer: Any,
+    row: Row,
+    made: Sequence[Made],
+    max_new_tokens: int,
+    refs: Sequence[MediaRef] = (),
 ) -> list[RewardResult]:
-    """One result a sample, in order; of one with an error that is the result, and of one whose turns have rewards their sum."""
-    items = [_item_of(tokenizer, row, each, max_new_tokens) for each in made if each.reward is None and not each.error]
+    """One result a sample, in order; of one with an error that is the result, and of one whose turns have rewards their sum.
+    refs: the media of the row, where they lie."""
+    new = [each for each in made if each.reward is None and not each.error]
+    items = [_item_of(tokenizer, row, each, max_new_tokens, refs) for each in new]
     results = iter(await rewards.score(items) if items else ())
     return [
         RewardResult(each.reward, dict(each.details), each.error)
@@ -347,7 +358,7 @@ def told_error(row: Row, number: int, error: str | None) -> str:
     return f"reward of {row.name}, sample {number}: {error}"
 
 
-def _item_of(tokenizer: Any, row: Row, made: Made, max_new_tokens: int) -> RewardItem:
+def _item_of(tokenizer: Any, row: Row, made: Made, max_new_tokens: int, refs: Sequence[MediaRef]) -> RewardItem:
     """What the reward function is told of one sample."""
     done = made.last
     text = tokenizer.decode(done.tokens.tolist(), skip_special_tokens=True)
@@ -357,5 +368,5 @@ def _item_of(tokenizer: Any, row: Row, made: Made, max_new_tokens: int) -> Rewar
         text, texts = "", [""]
     size = len(done.tokens)
     return RewardItem(
-        text, row.label, row.prompt, row.metadata, finish_of(done), size, max_new_tokens, texts, row.tools
+        text, row.label, row.prompt, row.metadata, finish_of(done), size, max_new_tokens, texts, row.tools, refs
     )

@@ -33,7 +33,7 @@ from rondo.roles.config import DataConfig
 from rondo.roles.data.chat import Chat
 from rondo.roles.data.cursor import Order
 from rondo.roles.data.datasets import Row, RowError, Rows
-from rondo.roles.data.media import MediaPool
+from rondo.roles.data.media import MediaPool, located
 from rondo.roles.data.prompts import render_prompt, without_media_section
 from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.engines.stops import Stops, whole_sample
@@ -237,7 +237,9 @@ class PromptGroups:
         slowest_s = 2 * config.reward.deadline_s * config.rollout.samples_per_prompt + self.ctx.load_s
         slowest_s += config.judged_s
         with self.ctx.work("reward", slowest_s):
-            results = await scored(self.rewards, self.tokenizer, row, made, most)
+            seen = config.media if row.media else None
+            refs = () if seen is None else located(row.media, config.data.of(row.source), seen)
+            results = await scored(self.rewards, self.tokenizer, row, made, most, refs)
         return [self._sample(each, result, most) for each, result in zip(made, results, strict=True)]
 
     def _sample(self, made: Made, result: RewardResult, most: int) -> Sample:

@@ -187,10 +187,6 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
             "dpo.data.margin must be None, for only a reward model has such, got 'by'. Remove it",
         ),
         (
-            [("scorer", {"model": {"path": "rm"}}), ("media", {})],
-            "scorer must be left out with media, which reward models here do not see, got it. Let genrm judge",
-        ),
-        (
             [("scorer", {"model": {"path": "rm"}}), ("reward.components", {"scorer": 1.0})],
             "components must have other names than 'scorer' with scorer, whose number has it, got it. Rename it",
         ),

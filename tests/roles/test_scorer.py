@@ -16,7 +16,10 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rondo.models.tiny import qwen3
+from rondo.models.media.config import MediaConfig
+from rondo.models.media.processor import Processor
+from rondo.models.media.refs import MediaRef
+from rondo.models.tiny import qwen3, qwen3_5
 from rondo.models.value_head import ENDS
 from rondo.roles.config import JobConfig
 from rondo.roles.data.datasets import RowError
@@ -25,6 +28,7 @@ from rondo.roles.rewards.pool import RewardItem
 from rondo.roles.rewards.scorer import Scorer
 from rondo.roles.scorer import Encoder, check_reward_model, scoring
 from rondo.runtime.errors import ConfigError
+from tests.e2e.omni import picture
 
 CHAT = [{"role": "user", "content": "1+1"}]
 
@@ -157,8 +161,8 @@ def test_a_model_of_the_job_is_asked_at_the_end_of_sequence_and_others_behind_th
     tokenizer, path = AutoTokenizer.from_pretrained(folder / "rm"), str(folder / "rm")
     text = tokenizer.apply_chat_template([*CHAT, {"role": "assistant", "content": "2"}], tokenize=False)
     whole = tokenizer(text, add_special_tokens=False).input_ids
-    assert Encoder(job(folder), path).tokens(CHAT, "2").tolist() == whole
-    plain = Encoder(job(folder, chat=False), path).tokens("1+1=", "2").tolist()
+    assert Encoder(job(folder), path).scored(CHAT, "2").tokens.tolist() == whole
+    plain = Encoder(job(folder, chat=False), path).scored("1+1=", "2").tokens.tolist()
     assert plain == [*tokenizer("1+1=").input_ids, *tokenizer("2").input_ids, tokenizer.eos_token_id]
 
     own = tmp_path / "own"
@@ -171,7 +175,7 @@ def test_a_model_of_the_job_is_asked_at_the_end_of_sequence_and_others_behind_th
     begin = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(begin, add_special_tokens=False).input_ids
     expected = [*ids, *tokenizer("2").input_ids, tokenizer.eos_token_id]
-    assert Encoder(job(folder), str(own)).tokens(CHAT, "2").tolist() == expected != whole
+    assert Encoder(job(folder), str(own)).scored(CHAT, "2").tokens.tolist() == expected != whole
 
 
 SHOWS_TOOLS = "{% if tools %}{% for tool in tools %}[{{ tool.name }}]{% endfor %}{% endif %}"
@@ -183,9 +187,9 @@ async def test_the_tools_that_the_policy_was_shown_are_shown_to_it(folder: Path,
     plain, given = Encoder(config, path), Encoder(config.model_copy(update={"data": told}), path)
     for encoder in (plain, given):
         encoder._tokenizer.chat_template = SHOWS_TOOLS + encoder._tokenizer.chat_template
-    before = plain.tokens(CHAT, "2").tolist()
-    shown = plain.tokens(CHAT, "2", [tool]).tolist()
-    assert shown == [*plain._tokenizer("[add]").input_ids, *before] == given.tokens(CHAT, "2").tolist()
+    before = plain.scored(CHAT, "2").tokens.tolist()
+    shown = plain.scored(CHAT, "2", [tool]).tokens.tolist()
+    assert shown == [*plain._tokenizer("[add]").input_ids, *before] == given.scored(CHAT, "2").tokens.tolist()
 
     asked: dict[str, Any] = {}
 
@@ -204,20 +208,48 @@ async def test_the_tools_that_the_policy_was_shown_are_shown_to_it(folder: Path,
     assert asked == {"answers": [{"prompt": CHAT, "response": "2", "tools": [tool]}]}
 
 
+async def test_a_model_that_sees_scores_each_answer_with_the_pictures_of_its_prompt(tmp_path: Path) -> None:
+    """As transformers does from the same arrays; what is no picture costs its own answers alone."""
+    torch.manual_seed(5)
+    qwen3_5.build(tmp_path / "rm")
+    model: Any = AutoModelForSequenceClassification.from_pretrained(tmp_path / "rm", num_labels=1)
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(tmp_path / "rm")
+    config = job(tmp_path).model_copy(update={"media": MediaConfig()})
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}]
+    refs = [MediaRef("image", picture(seed)) for seed in (1, 2)] + [MediaRef("image", b"not a picture")]
+    asked = [[RewardItem(said, prompt=prompt, media=(ref,)) for said in ("2", "41")] for ref in refs]
+    _, served = serving(config, tmp_path)
+    async with served, judging(config, tmp_path) as judge:
+        found = [result for items in asked for result in await judge.score(items)]
+    processor, wanted = Processor.load(str(tmp_path / "rm"), MediaConfig()), list[float]()
+    for item in asked[0] + asked[1]:
+        whole = [*prompt, {"role": "assistant", "content": item.response}]
+        made = processor.prepare(whole, item.media)
+        assert made.media is not None
+        ids = torch.from_numpy(made.tokens).long()[None]
+        arrays = {name: torch.from_numpy(made.media.arrays[name]) for name in ("pixel_values", "image_grid_thw")}
+        with torch.no_grad():
+            said = model(input_ids=ids, mm_token_type_ids=(ids == model.config.image_token_id).int(), **arrays)
+        wanted.append(float(said.logits))
+    assert [result.score for result in found] == [*(pytest.approx(each, abs=1e-4) for each in wanted), None, None]
+    assert len({round(each, 3) for each in wanted}) == 4 and "image of 13 bytes" in (found[-1].error or "")
+
+
 def test_padding_at_the_end_is_not_scored_and_what_is_too_long_fails_or_is_cut(folder: Path) -> None:
     path = str(folder / "rm")
     encoder = Encoder(job(folder), path)
-    plain = encoder.tokens(CHAT, "2")
+    plain = encoder.scored(CHAT, "2").tokens
     encoder._pad = int(plain[-1])
-    assert encoder.tokens(CHAT, "2").tolist() == plain[:-1].tolist()
+    assert encoder.scored(CHAT, "2").tokens.tolist() == plain[:-1].tolist()
     with pytest.raises(RowError, match=r"must have 2 to 6 tokens of the reward model's, got \d+\. Raise scorer"):
-        Encoder(job(folder, max_prompt_tokens=6), path).tokens(CHAT, "2")
+        Encoder(job(folder, max_prompt_tokens=6), path).scored(CHAT, "2")
     cut = Encoder(job(folder, max_prompt_tokens=6, too_long="cut"), path)
-    np.testing.assert_array_equal(cut.tokens(CHAT, "2"), plain[-6:])
-    assert len(cut.tokens(CHAT, "2", limits=False)) == len(plain)
+    np.testing.assert_array_equal(cut.scored(CHAT, "2").tokens, plain[-6:])
+    assert len(cut.scored(CHAT, "2", limits=False).tokens) == len(plain)
     encoder._tokenizer.chat_template = "{{ raise_exception('nothing') }}"
     with pytest.raises(RowError, match="it must suit the chat template, got TemplateError: nothing"):
-        encoder.tokens(CHAT, "2")
+        encoder.scored(CHAT, "2")
 
 
 def test_what_gives_no_one_number_is_refused(folder: Path, tmp_path: Path) -> None:
