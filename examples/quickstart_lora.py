@@ -38,8 +38,8 @@ def base(folder: Path, steps: int) -> None:
         qwen3.build(Path(fresh), **quickstart.model.build_args)
         learns = override(quickstart, [f"sft.steps={steps}", f"sft.warmup_steps={steps // 6}"])
         learns = learns.model_copy(update={"sft": learns.sft.model_copy(update={"rows": taught})})
-        backend = open_sft(learns, fresh, world_size=1, device="cpu")
-        train_on_demonstrations(backend, learns, fresh, lambda _: None, lambda: False)
+        backend = open_sft(learns, fresh, steps, world_size=1, device="cpu")
+        train_on_demonstrations(lambda _: backend, learns, fresh, lambda _: None, lambda: False)
         folder.rmdir()
         backend.export(folder, fresh)
 

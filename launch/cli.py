@@ -156,7 +156,7 @@ def sft(config: Path, sets: Sequence[str], *, plain: bool) -> int:
         from rondo.launch.config import override
         from rondo.launch.train import TrainOptions, main
 
-        alone = override(settings, ["job=sft", f"name={settings.name}-sft"])
+        alone = override(settings, ["job=sft", "num_steps=None", f"name={settings.name}-sft"])
         return main(alone, TrainOptions(config, (), plain), nursery)
 
 
@@ -489,10 +489,9 @@ def _kill(text: str, config: RunConfig) -> tuple[str, int]:
     from rondo.runtime.section import nearest
 
     role, at, step = text.partition("@")
-    if not role or (at and not re.fullmatch("[0-9]{1,9}", step)) or not int(step or _KILL_AT_STEP) <= config.num_steps:
-        raise ConfigError(
-            f"--kill must look like ROLE or ROLE@STEP with STEP up to {config.num_steps}, got {text!r}. Try actor@1"
-        )
+    most = config.num_steps or 10**9  # by epochs: nobody knows yet
+    if not role or (at and not re.fullmatch("[0-9]{1,9}", step)) or not int(step or _KILL_AT_STEP) <= most:
+        raise ConfigError(f"--kill must look like ROLE or ROLE@STEP with STEP up to {most}, got {text!r}. Try actor@1")
     services = {"coordinator", "store", "partitions"} if config.bus.partitions else {"coordinator", "store"}
     known = sorted(services | {name for group in config.groups for name in (*group.roles, group.name)})
     if role not in known:

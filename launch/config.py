@@ -408,6 +408,14 @@ def override(config: RunConfig, sets: Sequence[str]) -> RunConfig:
     return _validated(tree, "the --set options")
 
 
+def counted(config: RunConfig, num_rows: int | None) -> RunConfig:
+    """The settings with the steps that a job by epochs has, once its rows to train on are counted."""
+    own = config.own
+    if own is None or own.epochs is None or num_rows is None:
+        return config
+    return config.model_copy(update={"num_steps": own.num_steps(num_rows)})
+
+
 def resolve(config: RunConfig) -> dict[str, Any]:
     """All settings as JSON-able values, defaults filled in."""
     return config.model_dump(mode="json")

@@ -79,6 +79,10 @@ def accept(run: Path, config: RunConfig, found: Differences) -> None:
         write_json(run / FINGERPRINTS, read_json(run / FINGERPRINTS) | found.data["fingerprints"])
         told, passes = read_json(run / COORDINATOR_CONFIG), config.data.num_passes
         told["rules"]["num_positions"] = None if passes is None else passes * found.data["rows"]
+        if config.own is not None:
+            told["rules"]["num_steps"] = config.own.num_steps(found.data["rows"])
+            kept = read_json(run / "config.resolved.json") | {"num_steps": told["rules"]["num_steps"]}
+            write_json(run / "config.resolved.json", kept, PRIVATE)
         write_json(run / COORDINATOR_CONFIG, told)
 
 

@@ -34,7 +34,7 @@ from rondo.launch.check.check import require
 from rondo.launch.check.estimate import routed_bytes
 from rondo.launch.check.findings import Facts
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
-from rondo.launch.config import RunConfig, override, resolve, unresolve
+from rondo.launch.config import RunConfig, counted, override, resolve, unresolve
 from rondo.launch.dashboard import behind
 from rondo.launch.differences import accept, differences, refuse
 from rondo.launch.elastic.room import PREPARED
@@ -154,6 +154,7 @@ def resume(
         read_json(run.path / PREPARED)
         work_where_it_began(run.path)
         _compare(config, run, accept_changes=accept_changes)
+        config = settings_of(run)  # other rows that were accepted make other steps
         if sets:
             config = _placed_anew(config, run, sets, nursery)
         with listen(config.admin) as admin:
@@ -310,11 +311,11 @@ def prepared(
             # Checked is what will run: the copy, from its first moment on.
             taken = take(config, options.config_path, Path(folder) / FOLDER)
             facts = require(taken, Path(folder), nursery, say, role_modules(groups))
-            kept = resolve(as_kept(taken, Path(folder)))
             admin = stack.enter_context(listen(config.admin))
+            kept = resolve(as_kept(counted(taken, facts.num_rows), Path(folder)))
             code = Path(folder) / FOLDER
             run = stack.enter_context(RunDir.create(config.run_dir, name, kept, code, latest=options.trains))
-            _prepare(config, run, facts, **placed)
+            _prepare(counted(config, facts.num_rows), run, facts, **placed)
         yield run, admin
 
 

@@ -136,11 +136,16 @@ class SupervisedRole:
         ctx, own, every = self._ctx, self._own, self._config.train.save_every
         if version == 0:
             await self._measure(version)
-        while version < own.steps:
+        num_steps = self._config.num_steps
+        while version < num_steps:
             began = time.monotonic()
             with ctx.span("step", step=version), ctx.span("train", step=version):
                 stops, made = await ctx.working("train", self._step, version)
             if made is None:
+                if not stops and version % (
+                    own.evaluate_every or 1
+                ):  # fewer steps than there are rows for could be used
+                    await self._measure(version)
                 return version, not stops
             version += 1
             took = {"step_s": time.monotonic() - began, "train_s": time.monotonic() - began}
@@ -148,9 +153,9 @@ class SupervisedRole:
             if ctx.rank == 0:
                 await ctx.report("metrics", {"job": self._config.job, **made, "version": version, **took})
                 await ctx.report("committed", {"version": version})
-            if own.evaluate_every is not None and (version % own.evaluate_every == 0 or version == own.steps):
+            if own.evaluate_every is not None and (version % own.evaluate_every == 0 or version == num_steps):
                 await self._measure(version)
-            if every is not None and version % every == 0 and version < own.steps:
+            if every is not None and version % every == 0 and version < num_steps:
                 await self._save(version, tasks)
         return version, True
 

@@ -30,7 +30,7 @@ from rondo.launch.config import RunConfig, resolve, unresolve
 from rondo.launch.machine import show_bytes
 from rondo.roles.config import PairsConfig, SftConfig
 from rondo.roles.data.cursor import Order, Permutation
-from rondo.roles.data.datasets import Dataset, Row, RowError, Rows, demonstrations, open_splits, train_order
+from rondo.roles.data.datasets import Dataset, Row, RowError, Rows, demonstrations, open_splits, order_of, train_order
 from rondo.roles.data.fingerprints import Fingerprint, Fingerprints, sampled
 from rondo.roles.data.prompts import TooLong, render_prompt, without_media_section
 from rondo.roles.data.row_filters import Filtered
@@ -156,8 +156,10 @@ def look_at_data(
     report.facts.num_rows = len(opened.train)
     report.facts.num_held_out = sum(map(len, opened.sets.values()))
     make = _Maker(config, report, tokenizers)
-    order, most = train_order(config, opened.train), config.num_steps * config.rollout.prompts_per_step
-    parts = [_Part("data", opened.train, config.data, order, most, make.prompt)] if config.job == "rl" else []
+    parts: list[_Part] = []
+    if config.job == "rl":
+        order, most = train_order(config, opened.train), config.num_steps * config.rollout.prompts_per_step
+        parts.append(_Part("data", opened.train, config.data, order, most, make.prompt))
     for name, rows in opened.sets.items() if config.job == "rl" else ():
         assert config.evaluation is not None
         section = f"evaluation.sets.{name}" if config.evaluation.sets else "evaluation"
@@ -178,8 +180,10 @@ def look_at_data(
     if (own := config.shown) is not None and tokenizers:
         shown, source = opened.shown or demonstrations(config)[0], config.demonstrated()
         name = f"{own.place}.data" if own.data is not None else own.place
-        taken = Order(len(shown), config.seed, source.shuffle)
-        parts.append(_Part(name, shown, source, taken, own.steps * own.batch_size, make.demonstration, False))
+        taken = order_of(source, shown, config.seed, own.epochs)
+        parts.append(
+            _Part(name, shown, source, taken, own.num_steps(len(shown)) * own.batch_size, make.demonstration, False)
+        )
     for part in parts:
         report.look(lambda part=part: usable.extend(_look_at_part(part, report)), part.name)  # type: ignore[misc]
     for text in _doubts(config, opened) if config.job == "rl" else ():

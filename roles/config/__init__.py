@@ -117,8 +117,9 @@ class JobConfig(Section):
     has the steps and the optimizer, the actor's processes do it, and `num_steps`, `data` and `rollout` may be left out."""
     seed: int = Field(0, ge=0, lt=1 << 63)
     """Of everything that is drawn: the order of rows, samples, what is held out."""
-    num_steps: int = Field(ge=1)
-    """Policy versions that the run makes; each is trained on `rollout.prompts_per_step` prompt groups."""
+    num_steps: int = Field(ge=0)
+    """Policy versions that the run makes; each is trained on `rollout.prompts_per_step` prompt groups. Of a job without rollouts
+    those of its section; by its epochs 0, until the rows are counted."""
     max_staleness: int = Field(1, ge=0)
     """In policy versions: how much older than the trained version a sample's oldest token may be. 0 is on-policy."""
     deterministic: bool = False
@@ -160,7 +161,8 @@ class JobConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _without_rollouts(cls, given: Any) -> Any:
-        return without_rollouts(given)
+        whole = isinstance(given, dict) and given.keys() | {"data"} >= cls.model_fields.keys()
+        return without_rollouts(given, whole=whole)
 
     def derive(self) -> None:
         if self.job != "rl":  # their models are nobody's: no sample is judged or taught
@@ -191,6 +193,9 @@ class JobConfig(Section):
             # A job has nothing in memory that outlives its processes: it goes on from its checkpoints.
             train.__dict__.update(micro_batch_tokens=own.micro_batch_tokens, hot_snapshot=False)
             self.__dict__["train"] = train
+            # What was filled in from the section stays "not set", so that `override` derives it anew.
+            filled = {"num_steps": own.steps is not None or not self.num_steps, "data": self.data == own.data}
+            self.model_fields_set.difference_update(name for name, was in filled.items() if was)
         for name, own_judge in self.judges.items():
             if own_judge.model is not None and own_judge.model.dtype == "auto":
                 judge, model = own_judge.model_copy(), own_judge.model.model_copy()
@@ -215,6 +220,8 @@ class JobConfig(Section):
         if self.job != "rl":
             yield from job_is_not_whole(self)
             return
+        if self.num_steps < 1:
+            yield f"num_steps must be at least 1 with job 'rl', got {self.num_steps}. Raise it"
         for name in ("dpo", "reward_model"):
             if getattr(self, name) is not None:
                 yield f"{name} must be None with job 'rl', got settings of it. Remove them, or set job to {name!r}"

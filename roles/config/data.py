@@ -178,7 +178,7 @@ class DataConfig(Section):
     """So mixes rows of text, image, audio, video, and of several of these ("mixed"), that every step holds them in these shares,
     or in those of the data ("natural"). Where a kind has no more rows in a pass, the others fill its places."""
     num_passes: int | None = Field(None, ge=1)
-    """The run ends after so many passes over the rows, or after num_steps, whichever comes first."""
+    """A run with rollouts ends after so many passes over the rows, or after num_steps, whichever comes first."""
     limit: int | None = Field(None, ge=1)
     """Only the first rows, before anything is held out."""
     held_out: int = Field(0, ge=0)

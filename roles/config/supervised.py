@@ -15,6 +15,7 @@ from pydantic import Field
 
 from rondo.roles.config.data import DataConfig
 from rondo.roles.config.training import Betas, OptimizerConfig
+from rondo.runtime.errors import ConfigError
 from rondo.runtime.section import FunctionRef, Section
 
 if TYPE_CHECKING:
@@ -43,8 +44,10 @@ class SupervisedConfig(OptimizerConfig):
     """A function that returns the rows: dicts with `prompt` and `answer`. Prompts are written like those of `data`."""
     data: DataConfig | None = None
     """Or a data set, whose `label` column is the answer; with label=None the last message of its prompts is."""
-    steps: int = Field(ge=1)
-    """Optimizer steps."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps, however often they go through the rows."""
+    epochs: int | None = Field(None, ge=1)
+    """Or passes over the rows, each of which comes once in each; the last step has the rows that are left."""
     batch_size: int = Field(ge=1)
     """Rows of one optimizer step."""
     evaluate_every: int | None = Field(None, ge=1)
@@ -77,6 +80,13 @@ class SupervisedConfig(OptimizerConfig):
                 f"exactly one of {', '.join(most)} and {last} must be set, got {' and '.join(given) or 'none'}. Name one source "
                 "of rows"
             )
+        if (self.steps is None) == (self.epochs is None):
+            yield (
+                f"exactly one of {at}.steps and {at}.epochs must be set, got {'none' if self.steps is None else 'both'}. Say how "
+                "many steps there are, or passes over the rows"
+            )
+        if self.data is not None:
+            yield from self._data_refused(self.data)
         held_out = self.data.held_out if self.data is not None else 0
         if bool(held_out) != (self.evaluate_every is not None):
             yield (
@@ -94,8 +104,42 @@ class SupervisedConfig(OptimizerConfig):
                 f"{at}.data.label must name the answer, or be None where {at}.data.apply_chat_template is True and the last "
                 "message of a prompt is its answer, got None without it. Set one of them"
             )
-        if self.warmup_steps >= self.steps:
+        if self.steps is not None and self.warmup_steps >= self.steps:
             yield f"{at}.warmup_steps must be less than {at}.steps, got {self.warmup_steps} and {self.steps}. Lower it"
+
+    def _data_refused(self, data: DataConfig) -> Iterator[str]:
+        at = self.place
+        if data.num_passes is not None:
+            yield (
+                f"{at}.data.num_passes must be None, since {at}.epochs says how often the rows are gone through, got "
+                f"{data.num_passes}. Set {at}.epochs in the place of {at}.steps, or remove it"
+            )
+        weighed = any(each.weight is not None for each in data.sources.values())
+        if self.epochs is not None and weighed:
+            yield (
+                f"{at}.epochs must be None with weights of {at}.data.sources, by which each has passes of its own, got "
+                f"{self.epochs}. Set {at}.steps, or remove the weights"
+            )
+        for name, each in data.sources.items():
+            for setting in ("reward", "teacher", "max_new_tokens", "top_p", "top_k"):
+                if (given := getattr(each, setting)) is not None:
+                    yield (
+                        f"{at}.data.sources.{name}.{setting} must be None, since nothing is sampled for its rows, got {given!r}. "
+                        "Remove it"
+                    )
+
+    def num_steps(self, num_rows: int) -> int:
+        """Optimizer steps over so many rows to train on. ConfigError for a warm-up of the rate that is as long."""
+        if self.steps is not None or self.epochs is None:
+            return self.steps or 0
+        num = -(-num_rows * self.epochs // self.batch_size)
+        if self.warmup_steps >= num:
+            at = self.place
+            raise ConfigError(
+                f"{at}.warmup_steps must be less than the {num} steps that {at}.epochs {self.epochs} makes of {num_rows} rows, "
+                f"got {self.warmup_steps}. Lower it"
+            )
+        return num
 
     @property
     def columns(self) -> dict[str, str]:
@@ -131,6 +175,11 @@ class SftConfig(SupervisedConfig):
 
     def refused(self) -> Iterator[str]:
         yield from super().refused()
+        if self.demonstrate is not None and self.epochs is not None:
+            yield (
+                "sft.epochs must be None with sft.demonstrate, which answers as many rows as sft.steps take, got "
+                f"{self.epochs}. Set sft.steps"
+            )
         if self.turns != "last" and (self.data is None or self.data.label is not None):
             yield (
                 f"sft.turns must be 'last' unless sft.data.label is None, since only a chat has several turns, got "
@@ -196,8 +245,9 @@ class RewardModelConfig(PairsConfig):
     """Of the square of the sum of a pair's rewards, whose scale only has a middle by that; TRL's `center_rewards_coefficient`."""
 
 
-def without_rollouts(given: Any) -> Any:
-    """What a job without rollouts has no word of; its steps are its section's, whatever a run of the same settings takes."""
+def without_rollouts(given: Any, *, whole: bool = False) -> Any:
+    """What a job without rollouts has no word of. Its steps are its section's; by epochs 0, until the rows are counted. whole: of
+    a run, in whose settings they are."""
     if not isinstance(given, dict) or given.get("job") not in ("sft", "dpo", "reward_model"):
         return given
     if (own := given.get(job := given["job"])) is None:  # before others are missed that it would have filled
@@ -205,7 +255,7 @@ def without_rollouts(given: Any) -> Any:
     if isinstance(own, Section):
         own = own.model_dump(exclude_unset=True)
     if not isinstance(own, dict):
-        return given
+        return {"num_steps": 0, **given}
     longest = own.get("micro_batch_tokens", SupervisedConfig.model_fields["micro_batch_tokens"].default)
     filled = {
         "data": own.get("data") or {"rows": own.get("rows")},
@@ -216,7 +266,14 @@ def without_rollouts(given: Any) -> Any:
             "max_new_tokens": 1,
         },
     }
-    return {**filled, **given, "num_steps": own.get("steps", 1)}
+    steps, told = own.get("steps"), given.get("num_steps")
+    if told and not whole and told != steps:
+        way = "steps" if own.get("epochs") is None else "epochs"
+        raise ValueError(
+            f"num_steps must be None with job {job!r}, whose {job}.{way} says how long it is, got {told!r}. Remove it, or change "
+            f"{job}.{way}"
+        )
+    return {**filled, **given, "num_steps": steps or (told if whole else 0) or 0}
 
 
 def job_is_not_whole(job: JobConfig) -> Iterator[str]:
@@ -242,9 +299,13 @@ def unread(job: JobConfig) -> list[str]:
     if own.data is not None and job.data != own.data:  # without it that says how prompts of the rows are written
         found.append("data")
     filled = without_rollouts({"job": job.job, job.job: own})["rollout"]
-    if getattr(own, "demonstrate", None) is None and job.rollout != type(job.rollout).model_validate(filled):
+    answered = getattr(own, "demonstrate", None) is not None
+    found += ["data.num_passes"] if answered and job.data.num_passes is not None else []
+    if not answered and job.rollout != type(job.rollout).model_validate(filled):
         found.append("rollout")
-    if job.model_fields_set >= type(job).model_fields.keys():  # of a run that goes on: which were given is not known
+    if (
+        job.model_fields_set | {"num_steps", "data"} >= type(job).model_fields.keys()
+    ):  # which were given is not known of a run
         return found
     others = (
         name for name in _OF_SAMPLES if name != job.job and name in job.model_fields_set

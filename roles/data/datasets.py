@@ -387,7 +387,7 @@ def demonstrations(job: JobConfig, fingerprints: Fingerprints | None = None) -> 
         if source.held_out >= len(data):
             raise Fatal(f"{name}.held_out must be less than its rows, {len(data)}, got {source.held_out}. Lower it")
         return data.split(source.held_out, job.seed) if source.held_out else (data, None)
-    assert job.sft is not None and job.sft.demonstrate is not None
+    assert job.sft is not None and job.sft.demonstrate is not None and job.sft.steps is not None
     function = load_reference(job.sft.demonstrate, "sft.demonstrate")
     train, _ = open_splits(job, fingerprints)
     draw, order = random.Random(job.seed), Order(len(train), job.seed)
@@ -408,8 +408,13 @@ def demonstrations(job: JobConfig, fingerprints: Fingerprints | None = None) -> 
 
 
 def train_order(job: JobConfig, rows: Rows) -> Order:
-    """The order in which a job takes its training rows, each of which is read once where it goes by their kinds."""
-    config, balance = job.data, None
+    """The order in which a job with rollouts takes its training rows."""
+    return order_of(job.data, rows, job.seed, job.data.num_passes)
+
+
+def order_of(config: DataConfig, rows: Rows, seed: int, num_passes: int | None) -> Order:
+    """The order in which rows are taken, each of which is read once where it goes by their kinds."""
+    balance = None
     if config.balance is not None:
         shares = None if config.balance == "natural" else {str(kind): share for kind, share in config.balance.items()}
         kinds = [_kind_of(rows, at, shares) for at in range(len(rows))]
@@ -429,7 +434,7 @@ def train_order(job: JobConfig, rows: Rows) -> Order:
                 "data.held_out, or remove the source"
             )
         mixture = Mixture(of, {name: weight or 0.0 for name, weight in weights.items()})
-    return Order(len(rows), job.seed, config.shuffle, config.num_passes, balance, mixture, windows_of(config, rows))
+    return Order(len(rows), seed, config.shuffle, num_passes, balance, mixture, windows_of(config, rows))
 
 
 def windows_of(config: DataConfig, rows: Rows) -> dict[str, Windows]:

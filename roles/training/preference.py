@@ -4,7 +4,7 @@ Owns what is made of a row with a better and a worse answer, the forward of both
 where the model can), and the reference's log-probs, which are computed once for each row before the first step: by the weights
 that the job begins with. Does not own formulas (`roles/algorithms/preference.py`), batches and steps (`supervised.py`).
 
-    backend = open_dpo(config, path, world_size=1, device="cpu")
+    backend = open_dpo(config, path, 100, world_size=1, device="cpu")
     backend.objective.refer(backend, pairs)          # with the weights that it begins with
     Learning(backend, pair_encoder(...), ...)
 """
@@ -118,15 +118,15 @@ def _answer(row: Row, value: Any) -> Any:
     return value[-1].get("content")
 
 
-def open_dpo(config: JobConfig, path: str, *, world_size: int, device: str) -> Backend[PreferenceLoss]:
-    """The model of a job with the weights at `path`, to learn from pairs (collective)."""
+def open_dpo(config: JobConfig, path: str, num_steps: int, *, world_size: int, device: str) -> Backend[PreferenceLoss]:
+    """The model of a job with the weights at `path`, to learn from pairs in `num_steps` (collective)."""
     mesh = Mesh.open(config.train.mesh, world_size, device)
     seed(config.seed, mesh.rank)
     model, packing = open_model(config, path, mesh, device=device)
     own = config.own
     assert isinstance(own, DpoConfig)
     return Backend(
-        make_ready(model, config.train), PreferenceLoss(own, packing, device), own, num_steps=own.steps, mesh=mesh,
+        make_ready(model, config.train), PreferenceLoss(own, packing, device), own, num_steps=num_steps, mesh=mesh,
         offload=config.train.offload_optimizer, scales=config.train.dtype == "float16",
     )  # fmt: skip
 

@@ -4,7 +4,7 @@ Owns where an answer is scored: in the state behind its last token, as transform
 Does not own what is made of a row (`preference.py`), the formula (`roles/algorithms/preference.py`), the head and its folder
 (`models/value_head.py`), batches and steps (`supervised.py`).
 
-    backend = open_reward_model(config, path, world_size=1, device="cpu")
+    backend = open_reward_model(config, path, 100, world_size=1, device="cpu")
     Learning(backend, pair_encoder(...), ...)
 """
 
@@ -29,7 +29,9 @@ from rondo.roles.training.determinism import seed
 from rondo.roles.training.preference import DUMMY, Pair
 
 
-def open_reward_model(config: JobConfig, path: str, *, world_size: int, device: str) -> Backend[RewardLoss]:
+def open_reward_model(
+    config: JobConfig, path: str, num_steps: int, *, world_size: int, device: str
+) -> Backend[RewardLoss]:
     """The model of a job with the weights at `path` and a head, that of the folder or a new one (collective). ConfigError for one
     that would be no model for sequence classification."""
     mesh = Mesh.open(config.train.mesh, world_size, device)
@@ -39,7 +41,7 @@ def open_reward_model(config: JobConfig, path: str, *, world_size: int, device: 
     own = config.own
     assert isinstance(own, RewardModelConfig)
     return Backend(
-        make_ready(model, config.train), RewardLoss(own, packing, device), own, num_steps=own.steps, mesh=mesh,
+        make_ready(model, config.train), RewardLoss(own, packing, device), own, num_steps=num_steps, mesh=mesh,
         offload=config.train.offload_optimizer, scales=config.train.dtype == "float16",
     )  # fmt: skip
 

@@ -4,8 +4,9 @@ Owns the loss as an objective of a backend, and what is made of a demonstration.
 steps (`supervised.py`).
 
     source = job.demonstrated()
-    backend = backend_of(model, job.sft)
-    fine_tune(backend, tokenizer, open_dataset(source), job.sft, source, seed=0, on_step=print, should_stop=lambda: False)
+    rows = open_dataset(source)
+    backend = backend_of(model, job.sft, job.sft.num_steps(len(rows)))
+    fine_tune(backend, tokenizer, rows, job.sft, source, seed=0, on_step=print, should_stop=lambda: False)
 
 Invariant: the loss of a step is the mean over all answer tokens of its batch; prompt tokens carry none, nor do turns of a chat
 that are not learnt.
@@ -99,19 +100,21 @@ class AnswerLoss:
         """Nothing is kept of a step."""
 
 
-def open_sft(config: JobConfig, path: str, *, world_size: int, device: str) -> Backend[AnswerLoss]:
-    """The model of a job with the weights at `path`, to be fine-tuned and nothing else (collective)."""
+def open_sft(config: JobConfig, path: str, num_steps: int, *, world_size: int, device: str) -> Backend[AnswerLoss]:
+    """The model of a job with the weights at `path`, to be fine-tuned in `num_steps` and nothing else (collective)."""
     mesh = Mesh.open(config.train.mesh, world_size, device)
     seed(config.seed, mesh.rank)
     model, _ = open_model(config, path, mesh, device=device)
     assert config.sft is not None
     balance = Balance.of(model, config.train) if config.train.router_aux_loss_coef else None
-    return backend_of(make_ready(model, config.train), config.sft, mesh=mesh, train=config.train, balance=balance)
+    ready = make_ready(model, config.train)
+    return backend_of(ready, config.sft, num_steps, mesh=mesh, train=config.train, balance=balance)
 
 
 def backend_of(
     model: Any,
     config: SftConfig,
+    num_steps: int,
     *,
     mesh: Mesh | None = None,
     train: TrainConfig = TrainConfig(),  # noqa: B008  # frozen
@@ -121,7 +124,7 @@ def backend_of(
     """Over a model that is cut over `mesh`, with an optimizer of its own (collective without `beside`, whose model it is)."""
     objective = AnswerLoss(model, config.log_prob_chunk_tokens, balance)
     return Backend(
-        model, objective, config, num_steps=config.steps, mesh=mesh, offload=train.offload_optimizer,
+        model, objective, config, num_steps=num_steps, mesh=mesh, offload=train.offload_optimizer,
         scales=train.dtype == "float16", beside=beside,
     )  # fmt: skip
 
@@ -147,7 +150,7 @@ def fine_tune(
     """
     encode_row = encoder(tokenizer, config, source, max_prompt_tokens=max_prompt_tokens, prepare=prepare)
     learning = Learning(backend, encode_row, data, None, config, source, seed=seed)
-    for step in range(config.steps):
+    for step in range(config.num_steps(len(data))):
         # A rank that left alone would hang the others in their next collective.
         if backend.sum_over_ranks([float(should_stop())])[0]:
             return False

@@ -27,7 +27,7 @@ from rondo.models.lora import learning
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import DataConfig, SupervisedConfig
 from rondo.roles.data.cursor import Cursor, Order
-from rondo.roles.data.datasets import Row, RowError, Rows, windows_of
+from rondo.roles.data.datasets import Row, RowError, Rows, order_of
 from rondo.roles.training.backend import Backend, Use
 from rondo.runtime.errors import Fatal
 
@@ -70,8 +70,7 @@ class Learning:
         position: int = 0,
     ) -> None:
         self._backend, self._config = backend, config
-        order = Order(len(data), seed, source.shuffle, source.num_passes, windows=windows_of(source, data))
-        self._places = Cursor(order, position)
+        self._places = Cursor(order_of(source, data, seed, config.epochs), position)
         place, agree = config.place, backend.sum_over_ranks
         self._encoded = _Encoded(lambda index: encode(data.row(index)), place, agree)
         self._held_out = held_out
@@ -124,7 +123,7 @@ class Learning:
     def ahead(self) -> Iterator[list[Item]]:
         """Every row that will be trained on or measured, once at least, in batches."""
         size, held_out = self._config.batch_size, self._held_out
-        every = [(self._encoded, Cursor(self._places.order), self._config.steps)]
+        every = [(self._encoded, Cursor(self._places.order), self._config.num_steps(self._places.order.num_rows))]
         if self._measured is not None and held_out is not None:
             order = Order(len(held_out), 0, shuffle=False, num_passes=1)
             every.append((self._measured, Cursor(order), len(held_out)))

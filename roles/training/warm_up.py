@@ -26,17 +26,19 @@ from rondo.runtime.worker.context import WorkerContext
 
 
 def train_on_demonstrations(
-    backend: Backend[AnswerLoss],
+    open_backend: Callable[[int], Backend[AnswerLoss]],
     config: JobConfig,
     path: str,
     on_step: Callable[[dict[str, Any]], None],
     should_stop: Callable[[], bool],
     fingerprints: Fingerprints | None = None,
 ) -> bool:
-    """As the job asks for, with the tokenizer of the model at `path` (collective). False on every rank when it was cut short by a
-    rank that should stop. DataChanged for demonstrations that are not those of the `fingerprints`."""
+    """As the job asks for, with the tokenizer of the model at `path`, what `open_backend` gives for so many steps (collective).
+    False on every rank when it was cut short by a rank that should stop. DataChanged for demonstrations that are not those of the
+    `fingerprints`."""
     assert config.sft is not None
     rows, _ = demonstrations(config, fingerprints)
+    backend = open_backend(config.sft.num_steps(len(rows)))
     return fine_tune(
         backend, load_tokenizer(path), rows, config.sft, config.demonstrated(), max_prompt_tokens=config.prompt_limit(),
         prepare=None if config.media is None else preparer(path, config.media), seed=config.seed, on_step=on_step,
@@ -54,12 +56,12 @@ def open_learning(
     own = config.own
     encode: Encode
     if isinstance(own, SftConfig):
-        backend: Backend[Any] = open_sft(config, path, world_size=world_size, device=device)
+        backend: Backend[Any] = open_sft(config, path, config.num_steps, world_size=world_size, device=device)
         encode = encoder(tokenizer, own, source, max_prompt_tokens=config.prompt_limit(), prepare=prepare)
     else:
         assert isinstance(own, PairsConfig)
         opened = open_dpo if isinstance(own, DpoConfig) else open_reward_model
-        backend = opened(config, path, world_size=world_size, device=device)
+        backend = opened(config, path, config.num_steps, world_size=world_size, device=device)
         encode = pair_encoder(tokenizer, own, source, prepare=prepare)
 
     def learning(position: int) -> Learning:
@@ -70,15 +72,23 @@ def open_learning(
 
 
 async def run_warm_up(
-    ctx: WorkerContext, config: JobConfig, path: str, open_backend: Callable[[], Backend[AnswerLoss]], *, every: int = 1
+    ctx: WorkerContext,
+    config: JobConfig,
+    path: str,
+    open_backend: Callable[[int], Backend[AnswerLoss]],
+    *,
+    every: int = 1,
 ) -> bool:
-    """Trains what `open_backend` gives (collective, both on the compute thread). A record "sft" for every so many steps, and for
-    the last, by rank 0. False when it was cut short by a stop."""
-    assert config.sft is not None
-    last = config.sft.steps - 1
+    """As `train_on_demonstrations`, on the compute thread. A record "sft" for every so many steps, and for the last, by rank 0.
+    False when it was cut short by a stop."""
     loop, figures = asyncio.get_running_loop(), asyncio.Queue[dict[str, Any]]()
 
-    work = ctx.work("warm up")
+    work, last = ctx.work("warm up"), 0
+
+    def opened(num_steps: int) -> Backend[AnswerLoss]:
+        nonlocal last
+        last = num_steps - 1
+        return open_backend(num_steps)
 
     def on_step(metrics: dict[str, Any]) -> None:
         ctx.progress()
@@ -96,7 +106,7 @@ async def run_warm_up(
         fingerprints = Fingerprints.of_run(ctx.run_dir)
 
         def train() -> bool:
-            return train_on_demonstrations(open_backend(), config, path, on_step, ctx.stopping.is_set, fingerprints)
+            return train_on_demonstrations(opened, config, path, on_step, ctx.stopping.is_set, fingerprints)
 
         whole = await ctx.working("warm up", train)
         told = asyncio.create_task(figures.join())

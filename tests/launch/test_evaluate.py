@@ -81,13 +81,13 @@ def test_a_job_without_rollouts_is_evaluated_on_the_processes_that_trained_it(tm
     trains = "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages'], 'processes': 2}]"
     for job in ("sft", "dpo"):
         rows = f"{job}={{'rows': 'json:loads', 'steps': 1, 'batch_size': 2}}"
-        settings = load(configs.write(tmp_path), (*SETS, trains, f"job={job}", rows))
+        settings = load(configs.write(tmp_path), (*SETS, trains, "num_steps=None", f"job={job}", rows))
         assert settings.group_of("rollout") is None
         found = settings_of(settings, "hf")
         assert (found.job, found.own, found.groups[0].name, found.groups[0].replicas) == ("rl", None, "rollout", 2)
     rows = "reward_model={'rows': 'json:loads', 'steps': 1, 'batch_size': 2}"
     with pytest.raises(ConfigError, match=r"must be of a model that answers, got a reward model's, which scores"):
-        settings_of(load(configs.write(tmp_path), (*SETS, trains, "job=reward_model", rows)), "hf")
+        settings_of(load(configs.write(tmp_path), (*SETS, trains, "num_steps=None", "job=reward_model", rows)), "hf")
 
 
 def test_what_cannot_be_evaluated_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

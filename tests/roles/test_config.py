@@ -12,6 +12,7 @@ from rondo.comm.bus.config import BusConfig
 from rondo.roles.config import JobConfig
 from rondo.roles.config.rollout import SGLangConfig
 from rondo.roles.config.supervised import unread
+from rondo.runtime.errors import ConfigError
 from rondo.runtime.section import explain
 
 
@@ -35,6 +36,8 @@ def changed(*changes: tuple[str, Any]) -> dict[str, Any]:
         for section in sections:
             node = node[section]
         node[name] = value
+    if tree.get("job") in ("sft", "dpo", "reward_model") and "num_steps" not in dict(changes):
+        del tree["num_steps"]
     return tree
 
 
@@ -218,6 +221,31 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
             [("job", "sft"), ("train.best", {"metric": "eval_loss"}), ("train.save_every", 2)],
             "train.save_every must be a multiple of sft.evaluate_every with train.best.*got 2 and None",
         ),
+        (
+            [("job", "sft"), ("num_steps", 10)],
+            "^num_steps must be None with job 'sft', whose sft.steps says how long it is, got 10. Remove it",
+        ),
+        ([("sft.epochs", 2)], "exactly one of sft.steps and sft.epochs must be set, got both"),
+        ([("sft.steps", None)], "exactly one of sft.steps and sft.epochs must be set, got none"),
+        (
+            [("sft.rows", None), ("sft.data", {"path": "a", "num_passes": 2})],
+            "sft.data.num_passes must be None, since sft.epochs says how often the rows are gone through, got 2",
+        ),
+        (
+            [
+                ("job", "sft"),
+                ("sft", {"epochs": 2, "batch_size": 1, "data": {"sources": {"a": {"path": "a", "weight": 1}}}}),
+            ],
+            "sft.epochs must be None with weights of sft.data.sources, by which each has passes of its own, got 2",
+        ),
+        (
+            [
+                ("job", "sft"),
+                ("sft", {"steps": 2, "batch_size": 1, "data": {"sources": {"a": {"path": "a", "top_p": 1}}}}),
+            ],
+            "sft.data.sources.a.top_p must be None, since nothing is sampled for its rows, got 1.0",
+        ),
+        ([("num_steps", 0)], "num_steps must be at least 1 with job 'rl', got 0"),
         ([("sft.warmup_steps", 5)], "sft.warmup_steps must be less than sft.steps, got 5 and 5"),
         ([("rollout.num_slot", 5)], "rollout.num_slot must be a field of RolloutConfig.*Did you mean 'num_slots'"),
         ([("reward.deadline_s", 0)], "reward.deadline_s must be greater than 0, got 0"),
@@ -322,7 +350,20 @@ def test_a_job_without_rollouts_needs_its_own_section_alone_and_takes_its_steps_
     wrong = {"name": "test", "job": "sft", "model": {"path": "m"}, "sft": {"rows": "m:f"}}
     with pytest.raises(ValidationError) as caught:
         JobConfig.model_validate(wrong)
-    assert {".".join(map(str, item["loc"])) for item in caught.value.errors()} == {"sft.steps", "sft.batch_size"}
+    assert {".".join(map(str, item["loc"])) for item in caught.value.errors()} == {"sft.batch_size"}
+
+
+def test_epochs_make_steps_once_the_rows_are_counted_and_a_job_keeps_what_was_counted() -> None:
+    own = {"data": {"path": "a"}, "epochs": 3, "batch_size": 8, "warmup_steps": 7}
+    job = JobConfig.model_validate({"name": "test", "job": "sft", "model": {"path": "m"}, "sft": own})
+    assert job.own is not None and (job.num_steps, job.own.num_steps(20)) == (0, 8)
+    assert JobConfig.model_validate_json(job.model_dump_json()) == job  # as another process opens its rows
+    counted = job.model_copy(update={"num_steps": 8})
+    assert JobConfig.model_validate_json(counted.model_dump_json()).num_steps == 8
+    with pytest.raises(
+        ConfigError, match=r"must be less than the 7 steps that sft.epochs 3 makes of 18 rows, got 7. Lower it"
+    ):
+        job.own.num_steps(18)
 
 
 def test_a_job_without_rollouts_tells_what_it_does_not_go_by() -> None:

@@ -217,10 +217,10 @@ def test_the_warm_up_trains_and_can_be_stopped(model: str) -> None:
     config, seen = job(model), list[dict[str, Any]]()
     made = trainer(config, model)
     assert config.sft is not None
-    before, beside = made.checksum(), backend_of(made.model, config.sft, beside=made)
-    assert train_on_demonstrations(beside, config, model, seen.append, lambda: False)
+    before, beside = made.checksum(), backend_of(made.model, config.sft, 2, beside=made)
+    assert train_on_demonstrations(lambda _: beside, config, model, seen.append, lambda: False)
     assert [metrics["step"] for metrics in seen] == [0, 1] and made.checksum() != before
-    assert not train_on_demonstrations(beside, config, model, seen.append, lambda: True)
+    assert not train_on_demonstrations(lambda _: beside, config, model, seen.append, lambda: True)
     assert len(seen) == 2
 
 

@@ -86,7 +86,7 @@ def test_a_warm_up_adds_the_load_balancing_loss_as_a_step_does(mixture: str) -> 
     config = made.objective._config.sft
     assert config is not None
     plain, evened = (
-        backend_of(made.model, config, beside=made, balance=balance).objective.sums(made.model, shown, use)
+        backend_of(made.model, config, 1, beside=made, balance=balance).objective.sums(made.model, shown, use)
         for balance in (None, made.objective.balance)
     )
     steps = made.objective.sums(made.model, batch, use).sums

@@ -51,9 +51,10 @@ def train(folder: Path, config: SftConfig, **options: Any) -> tuple[Any, list[di
     path = str(folder / "model")
     mesh = Mesh.open(MeshConfig(), options.pop("world_size", 1))
     model = load_model(path, cut=lambda model: parallel.shard(model, mesh))
-    backend = sft.backend_of(parallel.compute_in(model), config, mesh=mesh)
     source = config.source(PROMPTS)
-    sft.fine_tune(backend, load_tokenizer(path), open_dataset(source), config, source, **options)
+    rows = open_dataset(source)
+    backend = sft.backend_of(parallel.compute_in(model), config, config.num_steps(len(rows)), mesh=mesh)
+    sft.fine_tune(backend, load_tokenizer(path), rows, config, source, **options)
     return model, steps
 
 
@@ -104,8 +105,11 @@ def test_equal_seeds_give_equal_weights_and_others_do_not(folder: Path) -> None:
 
 
 def test_the_rate_warms_up_and_falls(folder: Path) -> None:
-    _, steps = train(folder, config_of(folder, steps=6, batch_size=2, warmup_steps=2, min_lr_fraction=0.5))
-    assert [step["lr"] for step in steps] == pytest.approx([5e-4, 1e-3, 1e-3, 8.75e-4, 7.5e-4, 6.25e-4])
+    """By steps, and by epochs, which 25 rows make 6 of."""
+    rates = {"warmup_steps": 2, "min_lr_fraction": 0.5}
+    for options in ({"steps": 6, "batch_size": 2}, {"steps": None, "epochs": 2, "batch_size": 9}):
+        _, steps = train(folder, config_of(folder, **options, **rates))
+        assert [step["lr"] for step in steps] == pytest.approx([5e-4, 1e-3, 1e-3, 8.75e-4, 7.5e-4, 6.25e-4])
 
 
 def test_it_stops_before_the_next_step_when_asked(folder: Path) -> None:
@@ -122,7 +126,7 @@ def test_a_gradient_that_is_not_finite_ends_it(folder: Path) -> None:
         model.lm_head.weight[0, 0] = float("nan")
     with pytest.raises(ConfigError, match="the gradient of sft step 0 must be finite, got norm nan"):
         sft.fine_tune(
-            sft.backend_of(model, config), load_tokenizer(path), open_dataset(config.source(PROMPTS)), config,
+            sft.backend_of(model, config, 3), load_tokenizer(path), open_dataset(config.source(PROMPTS)), config,
             config.source(PROMPTS), on_step=lambda _: None, should_stop=lambda: False,
         )  # fmt: skip
 

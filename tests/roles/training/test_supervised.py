@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,7 +29,7 @@ def learning(folder: Path, position: int = 0, **options: Any) -> tuple[Backend[A
         **{"data": data, "steps": 4, "batch_size": 4, "evaluate_every": 2, "micro_batch_tokens": 17} | options
     )
     path = str(folder / "model")
-    backend = sft.backend_of(load_model(path), config)
+    backend = sft.backend_of(load_model(path), config, 4)
     train, held_out = open_dataset(data).split(5, 0)
     encode = sft.encoder(load_tokenizer(path), config, data)
     return backend, Learning(backend, encode, train, held_out, config, data, seed=3, position=position)
@@ -80,15 +81,38 @@ def test_what_is_held_out_is_measured_as_transformers_would_and_trains_nothing(f
 
 
 def test_it_ends_with_the_last_pass_over_the_rows(folder: Path) -> None:  # noqa: F811
-    source = DataConfig(rows=f"{folder}/rows.py:rows", label="answer", num_passes=1)
-    config = SftConfig(data=source, steps=9, batch_size=10)
+    source = DataConfig(rows=f"{folder}/rows.py:rows", label="answer")
+    config = SftConfig(data=source, epochs=1, batch_size=10)
     path = str(folder / "model")
-    backend = sft.backend_of(load_model(path), config)
+    backend = sft.backend_of(load_model(path), config, 3)
     ends = Learning(
         backend, sft.encoder(load_tokenizer(path), config, source), open_dataset(source), None, config, source, seed=0
     )
     tokens = [made["tokens"] for step in range(3) if (made := ends.step(step)) is not None]
     assert tokens == [30, 30, 15] and ends.step(3) is None
+
+
+def test_sources_are_mixed_by_their_weights_as_in_reinforcement(tmp_path: Path) -> None:
+    for name, size in (("a", 12), ("b", 40)):
+        lines = (orjson.dumps({"prompt": f"{name}{at}", "label": "x"}) for at in range(size))
+        (tmp_path / f"{name}.jsonl").write_bytes(b"\n".join(lines))
+    of = {name: {"path": str(tmp_path / f"{name}.jsonl"), "weight": each} for name, each in (("a", 3), ("b", 1))}
+    config = SftConfig(data=DataConfig.model_validate({"sources": of}), steps=5, batch_size=8)
+    assert config.data is not None
+    backend: Any = SimpleNamespace(sum_over_ranks=lambda values: values)
+    mixed = Learning(
+        backend, lambda row: Said(row.source), open_dataset(config.data), None, config, config.data, seed=0
+    )
+    assert [sorted(item.source for item in batch) for batch in mixed.ahead()] == [["a"] * 6 + ["b"] * 2] * 5
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """Which source a row is of."""
+
+    source: str
+    cost: int = 1
+    num_bytes: int = 0
 
 
 class Numbers:
@@ -103,8 +127,8 @@ class Numbers:
 
 def test_a_row_that_one_rank_alone_cannot_use_is_left_out_by_all() -> None:
     """Two ranks, each with a disk of its own, one of which lacks what rows 2 and 5 show."""
-    config = SftConfig(rows="m:f", steps=3, batch_size=4)
-    source = DataConfig(rows="m:f", shuffle=False, num_passes=1)
+    config = SftConfig(rows="m:f", epochs=1, batch_size=4)
+    source = DataConfig(rows="m:f", shuffle=False)
     meeting, said = threading.Barrier(2, timeout=60), dict[int, list[float]]()
 
     def rank(number: int) -> tuple[list[list[Any]], dict[str, Any]]:
