@@ -46,7 +46,9 @@ class Scored(Groups):
         self.tokenizer = SimpleNamespace(decode=lambda tokens, **_: str(tokens[0]))
         self.rows = cast(
             Any,
-            SimpleNamespace(row=lambda _: SimpleNamespace(name="row 9", label=None, prompt="p", metadata={}, tools=())),
+            SimpleNamespace(
+                row=lambda _: SimpleNamespace(name="row 9", label=None, prompt="p", metadata={}, tools=(), media=())
+            ),
         )
         self._by_number, self._before = dict(rewards), {number: asyncio.Event() for number in rewards}
         self._before[0].set()
