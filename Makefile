@@ -63,7 +63,7 @@ test-sglang: $(READY)  ## against a real SGLang server, without a GPU
 	$(if $(CI),,-)$(MAKE) --no-print-directory sglang
 	$(if $(CI),,-)$(MAKE) --no-print-directory sglang-router
 	SGLANG_VENV=$(abspath $(SGLANG_VENV)) SGLANG_ROUTER_VENV=$(abspath $(SGLANG_ROUTER_VENV)) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest tests/sglang $(OPTIONS)
+		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/sglang $(OPTIONS)
 
 # Other people's environments, by their own packages, which go beside ours.
 test-environments: $(READY) $(VENV)/.ready-environments  ## two to four minutes

@@ -40,6 +40,7 @@ LONGEST = (
     "comm/groups/test_groups.py", "comm/partitions/test_crash_points.py",
     "launch/check/test_full_size.py", "models/test_fsdp_media.py", "models/test_fsdp.py", "roles/data/test_media.py",
     "comm/links/test_collective.py", "comm/bus/test_crash_points.py", "comm/bus/test_model.py",
+    "sglang/test_adapters.py", "sglang/test_weights.py", "sglang/test_dispatch.py",
 )  # fmt: skip
 """Files that take longest, longest first: begun last, one of them would keep a single core busy at the end."""
 

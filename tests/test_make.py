@@ -41,7 +41,7 @@ def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         (("test-long",), "-m pytest"),
         (("test-avx2",), "-m pytest"),
         (("demo", "ENGINE=sglang"), "--set rollout.sglang.python=.venv-sglang/bin/python"),
-        (("test-sglang",), "-m pytest tests/sglang"),
+        (("test-sglang",), "--dist loadfile --no-loadscope-reorder tests/sglang"),
         (("fuzz",), "tests/schemathesis tests/comm/bus/test_fuzz.py tests/launch/test_fuzz.py"),
         (("track",), "-m rondo.launch.cli bench track"),
         (("gpu", "PARTS=training gap"), "-m rondo.launch.cli bench gpu training gap"),
