@@ -537,6 +537,19 @@ def distill(f: Figures) -> Iterator[Row]:
     )
 
 
+def curriculum(f: Figures) -> Iterator[Row]:
+    def told(name: str, of: dict[str, list[Any]]) -> str:
+        steps = ", ".join("not reached" if step is None else str(step) for step in of["steps_to"])
+        before, after = (statistics.fmean(of[when]) for when in ("before", "after"))
+        return f"{name} {steps} ({before:.2f} to {after:.2f})"
+
+    yield (
+        f"quick start's task in data of which a third teach: steps to a reward of {f['reward']:g} on the same held-out prompts, "
+        f"measured every five, a seed each (means before and after {f['steps']} steps)",
+        "; ".join(told(name, of) for name, of in f.items() if isinstance(of, dict)),
+    )
+
+
 def sglang_weights(f: Figures) -> Iterator[Row]:
     large = f.get("large") or f["tiny"]
     told = [
@@ -556,6 +569,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("algorithms", algorithms), ("lora", lora),
     ("lora_pretrained", functools.partial(lora, base="SmolLM2-135M-Instruct on sums of two numbers")),
     ("pretrained", pretrained), ("gsm8k", gsm8k), ("recipes", recipes), ("distill", distill),
+    ("curriculum", curriculum),
 )  # fmt: skip
 
 

@@ -80,6 +80,7 @@ RUN_HERE = {
         "groups=[{'name': 'rollout', 'roles': ['rollout']}, "
         "{'name': 'actor', 'roles': ['actor', 'advantages', 'teacher', 'actor_fwd']}]",
     ),
+    "rondo train examples/curriculum.py": (*_SHORT, _TWO_GROUPS),
     "rondo train examples/scored.py": (
         *_SHORT,
         "scorer.model.build_args={'steps': 2, 'base_steps': 6}",
@@ -211,6 +212,7 @@ BY_HAND = {
     "rondo bench bus --peers-python PEERS_VENV/bin/python",
     "rondo bench calls",
     "rondo bench chaos",
+    "rondo bench curriculum",
     "rondo bench distill",
     "rondo bench faults",
     "rondo bench fit",
@@ -288,6 +290,7 @@ def test_links_and_named_files_exist(page: Path) -> None:
 
 
 SELDOM = {
+    "curriculum",
     "dpo",
     "external_agent",
     "gsm8k_arithmetic",
@@ -302,7 +305,8 @@ SELDOM = {
 }
 """Examples that run with RONDO_TEST_LONG=1 alone: tests/e2e/ trains on every kind of media, replays routes, and
 learns from teachers; tests/roles/sampling/test_agents.py runs the agent of its example; tests/roles/test_reward_model.py asks a
-reward model; and whichever model is built is loaded from its folder as a pretrained one is."""
+reward model; tests/comm/bus/test_lookahead.py lets rows rest; and whichever model is built is loaded from its folder as a
+pretrained one is."""
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.memory.segments import SegmentServer
 from rondo.runtime.waits import wait_for
 from tests.chaos.total_queue import Verdict, judge
-from tests.chaos.worker import MEMBERS, TOKEN, TRAIN, N, P
+from tests.chaos.worker import MEMBERS, NUM_ROWS, RESTS, SHORT, TOKEN, TRAIN, N, P
 from tests.comm.memory import ROOT
 from tests.comm.served import Roster
 from tests.strength import strength
@@ -157,6 +157,26 @@ def of_each_role(folder: Path) -> tuple[int, int]:
     return num_equal, num_withdrawn
 
 
+def rows_in_order(folder: Path, max_staleness: int = 1) -> Counter[str]:
+    """How many rows were admitted, and left out for which reason: each in its order, and none that was to rest."""
+    counts, at, next_number = Counter[str](), dict[int, tuple[int, int]](), 0
+    judged: dict[int, list[int]] = {}  # row -> steps that trained it
+    for event in (event for path in files(folder / "journal") for event in read(path)):
+        if event["event"] == "left_out":
+            reasons = Counter(event["filtered"]) + Counter(event["rested"])
+            assert event["number"] == next_number + reasons.total()
+            counts, next_number = counts + reasons, event["number"]
+        elif event["event"] == "admit":
+            step, row = at[event["group"]] = event["step"], event["row"]
+            assert event["number"] == next_number and row == next_number % NUM_ROWS and row % SHORT
+            assert not [was for was in judged.get(row, []) if max_staleness < step - was <= max_staleness + RESTS.steps]
+            counts["admitted"], next_number = counts["admitted"] + 1, next_number + 1
+        elif event["event"] == "commit":
+            for step, row in {at[group] for group, *_ in event["spans"]}:
+                judged.setdefault(row, []).append(step)
+    return counts
+
+
 def loses_a_row(commits: list[Event]) -> None:
     (group, _, first, count), *others = commits[1]["spans"]
     commits[1]["spans"] = [[group, 0, first + 1, count - 1], *others] if count > 1 else others
@@ -189,6 +209,7 @@ async def test_no_sample_is_lost_or_trained_twice_whoever_is_killed_or_stopped(
         num_full = sum(ring["overflow"] for ring in rings)  # how often the oldest step found its ring full
         lost, twice = planted(folder, loses_a_row), planted(folder, trains_a_row_twice)
         num_equal, num_withdrawn = of_each_role(folder)
+        rows = rows_in_order(folder)
     with capsys.disabled():
         print(
             f" [{dict(acts)}; {num_full} times a full ring; {version} steps, {verdict.num_attempted} attempted, "
@@ -199,6 +220,6 @@ async def test_no_sample_is_lost_or_trained_twice_whoever_is_killed_or_stopped(
     assert verdict.good, verdict
     assert verdict.num_read == version * P * N and num_equal == version + 1
     assert (found.num_lost, found.num_trained_twice, found.num_unexpected) == (0, 0, 0)
-    assert num_full > 0
+    assert num_full > 0 and min(rows[each] for each in ("admitted", "short", "solved")) > 0
     assert (len(lost[0].lost), len(lost[0].duplicated), lost[1].num_lost) == (1, 0, 1), "a planted loss is found"
     assert (len(twice[0].lost), len(twice[0].duplicated), twice[1].num_trained_twice) == (0, 1, 1), "so is a duplicate"

@@ -20,6 +20,7 @@ import numpy as np
 import rondo.comm.bus.journal
 from rondo.comm.bus.bus import Bus
 from rondo.comm.bus.coordinator import Coordinator
+from rondo.comm.bus.curriculum import Rests
 from rondo.comm.bus.journal import Journal
 from rondo.comm.bus.member import Member
 from rondo.comm.bus.serve import open_index
@@ -38,13 +39,16 @@ TOKEN = "t0ken"
 P, N = 4, 2
 TRAIN = ("actor", "critic")
 MEMBERS = (*inprocess.MEMBERS, "critic-0")
+NUM_ROWS, SHORT = 20, 5
+"""Rows of the data, and of how many a filter leaves one out; every sample passes, so that the others rest."""
+RESTS = Rests(steps=3, solved=1.0, hopeless=None, solved_from=0.0)
 
 
 def config() -> CoordinatorConfig:
     return CoordinatorConfig(
         rules=rules(
             row_bytes=row_bytes(), num_steps=10**6, groups_per_step=P, samples_per_group=N, max_infra_failures=10**6,
-            streams=(*STREAMS[:2], *(replace(STREAMS[2], name=role) for role in TRAIN)),
+            looks=True, rests=RESTS, streams=(*STREAMS[:2], *(replace(STREAMS[2], name=role) for role in TRAIN)),
         ),
         publisher="actor-0", rollout_ring_bytes=ring_bytes(1 << 13), column_ring_bytes=ring_bytes(1 << 14),
         rollout_groups=("rollout-0", "rollout-1"), ranks=dict.fromkeys(MEMBERS, 1), lease_deadline_s=2.0,
@@ -79,7 +83,10 @@ async def rollout(bus: Bus, folder: Path, chance: random.Random) -> None:
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(prove())
         while True:
-            for grant in (await bus.call("lease", chance.randint(1, 4), [], deadline_s=3600))["grants"]:
+            answer = await bus.call("lease", chance.randint(1, 4), [], deadline_s=3600)
+            if "look" in answer:
+                await look(bus, **answer["look"])
+            for grant in answer.get("grants", []):
                 missing = sorted(set(range(N)) - {sample for sample, *_ in grant["have"]})
                 parts = [missing] if chance.random() < 0.5 else [[sample] for sample in missing]
                 for samples in parts:
@@ -90,6 +97,14 @@ async def rollout(bus: Bus, folder: Path, chance: random.Random) -> None:
                 lost = (await bus.call("renew", [[grant["group"], grant["epoch"]]]))["lost"]
                 if lost:
                     await bus.call("abandon", grant["group"], grant["epoch"])
+
+
+async def look(bus: Bus, position: int = 0, source: str | None = None, number: int = 0) -> None:
+    if source is None:
+        await bus.call("sources_from", position, [["", at] for at in range(position, position + 9)])
+    else:
+        rows = [at % NUM_ROWS for at in range(number, number + 5)]
+        await bus.call("looked_at", source, number, [[row, "short" * (not row % SHORT)] for row in rows], NUM_ROWS)
 
 
 async def forward(bus: Bus, stream: str, chance: random.Random) -> None:
