@@ -40,6 +40,7 @@ _RECENT = 20
 _NUM_KNOWN, _KNOWN_BYTES = 4000, 4 << 20
 _LANE_SPANS = 1500
 _FRESH_S = 1.0
+_DELAYS_S = 10.0
 _ASKED = ("healthz", "roles", "waits", "bus", "weights")
 _LOG_LINES, _LOG_BYTES = 400, 256 << 10
 
@@ -53,6 +54,8 @@ class Run:
         self._lock = threading.Lock()
         self._asked: dict[str, Any] = {}
         self._asked_at = -_FRESH_S
+        self._delayed: dict[str, list[tuple[int, float]]] = {}
+        self._delayed_at = -_DELAYS_S
         self._forget_events()
 
     def _forget_events(self) -> None:
@@ -91,12 +94,15 @@ class Run:
         scaled = [each for each in by_name.values() if not each.get("service")]
         processes = [f"{each['name']}.{rank}" for each in scaled for rank in range(len(each.get("pids", ())))]
         memory, cores = summary.get("memory_bytes", {}), summary.get("cores", {})
+        is_over = not live and owner(self.path) is None
         for each in groups:
             name = each["name"]
             known = by_name.pop(name, {})
             each |= {n: known[n] for n in ("state", "role", "restarts", "section", "rss_bytes", "pids") if n in known}
             each.setdefault("rss_bytes", memory.get(name))
             each["cores"] = cores.get(name)
+            if is_over and each["state"] in ("starting", "ready", "draining"):
+                each["state"] = "ended"
         logs = sorted(str(p.relative_to(self.path / "logs")) for p in (self.path / "logs").glob("*/*.log"))
         return {
             "groups": groups, "events": events, "waits": live.get("waits", []), "health": live.get("healthz"),
@@ -147,11 +153,29 @@ class Run:
             commits = list(self._commits)
         live, summary = self.live(), self._summary()
         names = ("admitted", "trained", "lost", "trained_twice", "by_outcome")
+        self.metrics.advance()
+        staleness, of = self.metrics.last.get("staleness_tokens"), "Staleness of the newest step's tokens"
+        if summary:
+            staleness, of = summary.get("staleness_histogram"), "Staleness of what was trained"
         return {
             "bus": live.get("bus"), "weights": live.get("weights"), "unanswered": live.get("error"),
             "ledger": {name: summary.get(f"samples_{name}") for name in names} if summary else None,
-            "staleness": summary.get("staleness_histogram"), "commits": commits,
+            "staleness": staleness, "staleness_of": of, "commits": commits, "delays": self._delays(dict(commits)),
         }  # fmt: skip
+
+    def _delays(self, committed: Mapping[int, float]) -> dict[str, list[tuple[int, float]]]:
+        """Reader of weights -> (version, seconds from its commit until the reader had it), of the newest steps; looked up in all
+        of their spans, and so no more often than every `_DELAYS_S`."""
+        if time.monotonic() < self._delayed_at + _DELAYS_S:
+            return self._delayed
+        self._delayed_at = time.monotonic()
+        steps = newest_steps(self.path, _RECENT)
+        self._delayed = found = dict[str, list[tuple[int, float]]]()
+        for span in spans_between(self.path, round(steps[0].start * 1e9), time.time_ns()) if steps else ():
+            version = span.args.get("version", -1)
+            if span.name == "load weights" and not span.still and version in committed:
+                found.setdefault(span.process, []).append((version, max(0.0, span.end / 1e9 - committed[version])))
+        return found
 
     def timeline(self, step: int | None, num: int) -> dict[str, Any]:
         """What each process did when, from `step` on (by default the newest) over `num` steps, and the parts of those steps. The

@@ -1,10 +1,9 @@
 // Memory and devices: what each process holds now, or held at most, over the steps, and devices with who uses them.
 
-import { chart } from "./chart.js";
+import { chart, paint } from "./chart.js";
 import { bytes, card, el, empty, number, of, percent, table } from "./dom.js";
 
 const PREFIX = "supervisor/memory_bytes/";
-const paint = (at) => getComputedStyle(document.documentElement).getPropertyValue(`--c${at % 8}`).trim();
 
 export async function memory(place, state) {
   async function refresh() {

@@ -109,7 +109,10 @@ def a_run(parent: Path, name: str = "demo", *, steps: int = 10, settings: Any = 
         "monotonic_ns": 0,
     }
     waits = [["call x", "waits/main", 0, 10**9, None, {}, 0]]
-    lines(run / "timeline" / "actor-0.0" / "000001.000000.jsonl", [anchor | {"boot": "b"}, *spans, *waits])
+    loads = [
+        ["load weights", "rollout/weights", 10**9 * n + 10**8, 10**8, None, {"version": n}, 0] for n in range(steps)
+    ]
+    lines(run / "timeline" / "actor-0.0" / "000001.000000.jsonl", [anchor | {"boot": "b"}, *spans, *waits, *loads])
     lines(run / "logs" / "attempt_0" / "actor-0.1.log", ["a line of a log"])
     counts = {"samples_admitted": 80, "samples_trained": 80, "samples_lost": 0, "samples_trained_twice": 0}
     measured = {"staleness_histogram": {"0": 40, "1": 40}, "memory_bytes": {"actor-0": 1 << 20}}

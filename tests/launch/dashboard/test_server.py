@@ -77,10 +77,11 @@ async def test_a_finished_run_is_told_in_words_and_figures(tmp_path: Path) -> No
         assert told["explanation"]["findings"][0]["text"] == "actor and rollout take turns: each waits for the other."
         health = await demo.of("/health")
         (actor,) = health["groups"]
-        assert (actor["state"], actor["incarnation"], actor["deaths"], actor["rss_bytes"]) == ("ready", 2, 1, 1 << 20)
+        assert (actor["state"], actor["incarnation"], actor["deaths"], actor["rss_bytes"]) == ("ended", 2, 1, 1 << 20)
         assert [event["kind"] for event in health["events"]] == ["ready", "starting", "died", "ready", "starting"]
         flow = await demo.of("/flow")
         assert flow["ledger"]["trained"] == 80 and len(flow["commits"]) == 10
+        assert [(version, round(seconds, 3)) for version, seconds in flow["delays"]["actor-0.0"]][-1] == (9, 0.2)
         assert [each["reward"] for each in await demo.of("/evaluations")] == [0.25, 0.75]
         assert (await demo.of("/log", file="attempt_0/actor-0.1.log"))["lines"] == ['"a line of a log"']
 
@@ -88,7 +89,7 @@ async def test_a_finished_run_is_told_in_words_and_figures(tmp_path: Path) -> No
 async def test_a_step_is_told_with_its_spans_and_its_parts(tmp_path: Path) -> None:
     async with page(a_run(tmp_path)) as demo:
         told = await demo.of("/timeline", step=3)
-        (lane,) = told["lanes"]
+        lane = next(each for each in told["lanes"] if each["lane"] == "actor")
         assert (lane["process"], lane["lane"], len(lane["spans"])) == ("actor-0.0", "actor", 4)
         assert ["train", 0.0, 0.5, 3] in lane["spans"]
         pieces = [(name, round(at, 3), round(length, 3)) for name, at, length in told["path"]]
