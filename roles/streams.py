@@ -76,13 +76,16 @@ def streams_of(config: JobConfig, roles: Collection[str], routed_bytes: int = 0)
     whose = tuple(name for name in base if name in (TEACHER, CONTEXT))
     counts = algorithm.needs_reference and algorithm.kl_in == "reward"
     judges = taught is not None and taught.form == "advantage"
+    processed, together = config.reward.postprocess is not None, config.reward.postprocess_per == "step"
     seen = {
-        PARTS: config.compares_parts, TURNS: algorithm.by_turn, "rollout_log_probs": counts or judges, REFERENCE_COLUMN: counts,
-        "teacher_log_probs": judges, VALUES: "critic" in roles, BEHIND: algorithm.bootstrap_truncated,
+        PARTS: config.compares_parts or (processed and PARTS in base), SOURCE: processed and SOURCE in base,
+        TURNS: algorithm.by_turn, "rollout_log_probs": counts or judges, REFERENCE_COLUMN: counts, "teacher_log_probs": judges,
+        VALUES: "critic" in roles, BEHIND: algorithm.bootstrap_truncated,
     }  # fmt: skip
     valued = tuple(name for name in (VALUES, BEHIND) if seen[name])
     made = ("advantages", "returns") if valued else ("advantages",)
-    streams = [Stream("advantages", ("loss_mask", *(name for name in seen if seen[name])), made, whole_groups=True)]
+    scored = ("loss_mask", *(name for name in seen if seen[name]))
+    streams = [Stream("advantages", scored, made, whole_groups=True, whole_step=together)]
     inputs = [*(name for name in base if name not in (TURNS, *whose)), "advantages"]
     shown = tuple(name for name in base if name == SHOWN)
     told = (ROUTED,) if config.train.router_replay == "r3" else ()

@@ -437,14 +437,21 @@ class Index(Accounts):
 
     def has_all(self, role: str, step: int) -> bool:
         """Whether every row of a step has all that a trainable role reads of it."""
+        members = self._whole(step)
+        return bool(members) and self.rounds.has_all(role, members)
+
+    def _whole(self, step: int) -> list[int]:
+        """All groups of a step, where they are certain; else none."""
         members = self.membership(step)
-        return len(members) == self.rules.groups_per_step and self.rounds.has_all(role, members)
+        return members if len(members) == self.rules.groups_per_step else []
 
     def plan_rounds(
         self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool = False
     ) -> list[Round]:
         """The next rounds of a stream, of one step when it is named; [] when nothing is ready (`rounds.py`). full: of a step only
         those to which nothing could be added."""
+        if step is None and self.rounds.lanes[stream].spec.whole_step:
+            return self.rounds.plan_whole(stream, member, incarnation, self._whole, self.groups)
         if step is None:
             return self.rounds.plan_forward(stream, member, incarnation, self.groups)
         if not self.rounds.may_train(stream, step, self.rules.groups_per_step):

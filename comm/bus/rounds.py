@@ -29,7 +29,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, cast
 
@@ -51,7 +51,8 @@ class Stream:
     kind: str = "forward"  # forward | train
     whole_groups: bool = False  # keep the samples of a prompt group in one micro-batch (group statistics)
     whole_samples: bool = False  # keep the parts of a sample in one micro-batch (losses over a tree, or a whole sample)
-    whole_step: bool = False  # train only when every group of the step is ready (needs_full_step algorithms)
+    # train only when every group of the step is ready (needs_full_step algorithms); a forward stream: all of them in one round
+    whole_step: bool = False
     media: bool = False  # reads the media of prompt groups too
     fixed: bool = False  # rounds follow from admission order and lengths alone, never from what is ready when
     output_bytes_per_token: int = 4
@@ -169,6 +170,30 @@ class Rounds:
         step = min(lane.ready)  # the oldest ready group is always among the chosen
         scope, first = f"{member}.{incarnation}", lane.planned.get(f"{member}.{incarnation}", 0)
         return [_round(lane.spec, scope, first + i, step, spans) for i, spans in enumerate(batches)]
+
+    def plan_whole(
+        self,
+        stream: str,
+        member: str,
+        incarnation: int,
+        members: Callable[[int], Collection[int]],
+        groups: Mapping[int, Group],
+    ) -> list[Round]:
+        """The next round of a forward stream that takes whole steps: all rows of one, on the first rank; [] where none is whole.
+        members: of a step, all of its groups where these are certain, else none. One that lost the columns of a group has all
+        made again, and what it has already stays."""
+        lane = self.lanes[stream]
+        for step, ready in sorted(lane.ready.items()):
+            chosen = members(step)
+            if not lane.taken.issuperset(chosen) or not set(chosen).intersection(ready):
+                continue
+            costs = {id: groups[id].costs() for id in sorted(chosen)}
+            [[spans]] = micro_batches(costs, 1, sum(map(sum, costs.values())), self._bound(lane, costs, groups))
+            scope, ranks = f"{member}.{incarnation}", lane.layouts[member][0]
+            return [
+                _round(lane.spec, scope, lane.planned.get(scope, 0), step, [spans, *([] for _ in range(ranks - 1))])
+            ]
+        return []
 
     def plan_train(
         self,

@@ -91,6 +91,8 @@ def _attempts(config: RunConfig) -> Iterator[tuple[str, Callable[[], None]]]:
     algorithm = config.loss()
     if ":" in algorithm.advantage:
         yield "algorithm.advantage", partial(_try_advantage, algorithm.advantage)
+    if config.reward.postprocess is not None:
+        yield "reward.postprocess", partial(_try_postprocess, config)
     if ":" in algorithm.policy_loss:
         alone = algorithm.model_copy(update={"correction": None, "tis_high": None})
         yield "algorithm.policy_loss", partial(_try_loss, alone, "algorithm.policy_loss", algorithm.policy_loss)
@@ -127,6 +129,18 @@ def _try_advantage(reference: str) -> None:
     compute = _load("algorithm.advantage", reference, "rewards", "masks")
     for rewards in ([0.0, 1.0, 0.5], [1.0, 1.0, 1.0]):
         of_tokens(compute, rewards, _MASKS)
+
+
+def _try_postprocess(config: RunConfig) -> None:
+    from rondo.roles.algorithms.postprocess import SETTING, Rewarded, process_of
+
+    assert config.reward.postprocess is not None
+    _load(SETTING, config.reward.postprocess, "rewards", "samples")
+    process, source = process_of(config.reward.postprocess), next(iter(config.data.sources), "")
+    for rewards in ([0.0, 1.0, 0.5], [1.0, 1.0, 1.0], [0.5]):
+        parts = dict.fromkeys(config.components, 0.5)
+        samples = [Rewarded(at // 2, at % 2, 3, "stop", parts, source) for at in range(len(rewards))]
+        process(np.array(rewards, np.float32), samples)
 
 
 def _try_loss(algorithm: AlgorithmConfig, setting: str, reference: str) -> None:

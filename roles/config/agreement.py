@@ -83,6 +83,10 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
             f"{algorithm.name!r}, which compares the samples of a prompt, got {rollout.samples_per_prompt}. "
             "Raise it"
         )
+    unread = job.algorithm.by_turn or job.compares_parts or not job.learns_from_rewards
+    if job.reward.postprocess is not None and unread:
+        why = f"algorithm.advantage {algorithm.advantage!r}" if job.learns_from_rewards else "distillation.task_coef 0"
+        yield f"reward.postprocess must be None with {why}, which is not made of a sample's reward, got it. Remove one"
     if job.genrm is not None and (both := sorted(job.reward.components.keys() & job.genrm.components.keys())):
         yield f"genrm.components must have other names than reward.components, got {both[0]!r} in both. Rename one"
     if job.scorer is not None and SCORER in {**job.reward.components, **(job.genrm.components if job.genrm else {})}:

@@ -435,6 +435,11 @@ class RewardConfig(Section):
     the limit (DAPO's soft overlong punishment)."""
     overlong_penalty: float = Field(1.0, gt=0)
     """What a response at the limit loses of its reward."""
+    postprocess: FunctionRef | None = None
+    """`def postprocess(rewards, samples)`: what advantages are made of in the place of the rewards, one number for each; metrics
+    and filters keep these."""
+    postprocess_per: Literal["group", "step"] = "group"
+    """'step': it is given the samples of a whole step at once, whose training waits for the last of them."""
     num_workers: int = Field(1, ge=1)
     """Processes for each rollout replica."""
     deadline_s: float = Field(10.0, gt=0)
@@ -460,6 +465,11 @@ class RewardConfig(Section):
                     f"reward.deadline_s must be longer than reward.args {name}, since what reaches it has no reward, got "
                     f"{self.deadline_s:g} and {own:g}. Raise it"
                 )
+        if self.postprocess is None and self.postprocess_per != "group":
+            yield (
+                "reward.postprocess must be set with reward.postprocess_per, got only postprocess_per "
+                f"{self.postprocess_per!r}. Set both"
+            )
         if self.overlong_tokens is None and self.overlong_penalty != 1:
             yield (
                 "reward.overlong_tokens must be set with reward.overlong_penalty, got only overlong_penalty "

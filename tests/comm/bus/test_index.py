@@ -514,6 +514,38 @@ def test_fixed_rounds_are_trained_as_soon_as_they_are_certain() -> None:
         assert len(planned) == num_ready
 
 
+def test_a_forward_stream_of_whole_steps_takes_the_groups_that_train_all_at_once() -> None:
+    streams = tuple(replace(each, whole_step=each.name == "advantages") for each in STREAMS)
+    bus = Driver(groups_per_step=2, spare_groups=1, streams=streams)
+    bus.emit(event="join", stream="advantages", member="advantages-0", ranks=2, tokens=20)  # less than a step
+    slow, quick, third = bus.admit(0)
+    for group in (quick, third):
+        bus.fill(group)
+    assert bus.forward("advantages", "advantages") == []  # the third is of the step where the slow one is not
+    bus.grant(slow)
+    bus.emit(event="settle", group=slow, epoch=0, outcome="filtered", why="equal rewards")
+    [made] = bus.index.plan_rounds("advantages", "advantages-0", 1, None)
+    assert [rows_of(rank) for rank in made["spans"]] == [
+        [[group, at, 0] for group in (quick, third) for at in (0, 1)],
+        [],
+    ]
+    assert len(bus.forward("advantages", "advantages")) == 1 and bus.forward("advantages", "advantages") == []
+
+
+def test_a_whole_step_is_taken_again_where_its_taker_died() -> None:
+    streams = tuple(replace(each, whole_step=each.name == "advantages") for each in STREAMS)
+    bus = Driver(groups_per_step=2, streams=streams)
+    for group in (groups := bus.admit(0)):
+        bus.fill(group)
+    wanted = [[group, at, 0] for group in groups for at in (0, 1)]
+    assert bus.index.plan_rounds("advantages", "advantages-0", 1, None) != []
+    bus.emit(event="rounds", rounds=bus.index.plan_rounds("advantages", "advantages-0", 1, None))
+    assert bus.index.plan_rounds("advantages", "advantages-0", 1, None) == []
+    bus.die("advantages-0", 1)
+    bus.start("advantages-0", 2)
+    assert bus.forward("advantages", "advantages", incarnation=2) == [wanted]
+
+
 def test_a_filtered_group_does_not_hold_fixed_rounds_up() -> None:
     bus = Driver(groups_per_step=2, streams=tuple(replace(stream, fixed=True) for stream in STREAMS))
     first, second = bus.admit(0)

@@ -136,6 +136,12 @@ def test_a_sequence_level_loss_is_that_of_its_paper(tmp_path: Path) -> None:
             "def own(batch, algorithm): return 1.0",
             "algorithm.correction must give tensors with a number for each of 8 tokens, got 1.0. Correct it",
         ),
+        ("reward.postprocess", "def own(rewards): ...", "reward.postprocess must take (rewards, samples), got "),
+        (
+            "reward.postprocess",
+            "def own(rewards, samples): return rewards / rewards.std()",
+            "reward.postprocess must return one finite number for each of 3 rewards, got inf. Correct it",
+        ),
         ("rollout.keep", "def own(samples): ...", "rollout.keep must return True or False, got None"),
         (
             "roles.advantages",
