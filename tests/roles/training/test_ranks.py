@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,7 +19,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from rondo.comm.weights.slab import WeightSlab
 from rondo.launch.config import load
@@ -319,11 +320,8 @@ def scored(path: str, rank: int, mesh: Mesh) -> tuple[bool, list[Scored]]:
     return held < 0.6 * whole, found
 
 
-def _rank(rank: int, path: str, folder: Path, out: Path) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(out / "store"), 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def rank_of_two(path: str, folder: Path, out: Path) -> None:
+    rank, store = dist.get_rank(), dist.FileStore(str(out / "store"), 2)
     facts: dict[str, Any] = {name: trained(name, path, rank, 2) for name in CASES}
     facts["settled"] = settled(path, rank, store, out)
     facts["scored"] = scored(path, rank, Mesh.open(MeshConfig(), 2))
@@ -335,8 +333,18 @@ def _rank(rank: int, path: str, folder: Path, out: Path) -> None:
     warm, _ = train(folder, config, world_size=2, on_step=seen.append, should_stop=lambda: rank == 1 and len(seen) == 3)
     facts["warm_up"] = (seen, weights(warm))
     torch.save(facts, out / f"{rank}.pt")
-    # gloo's thread frees the last collective's tensors when it comes to it; in a finalizing interpreter that aborts.
-    os._exit(0)
+
+
+BOTH = """
+import sys
+from functools import partial
+from pathlib import Path
+from tests.models.ranks import fork
+from tests.roles.training.test_ranks import rank_of_two
+
+path, folder, out = sys.argv[1:]
+fork(2, partial(rank_of_two, path, Path(folder), Path(out)), Path(out))
+"""
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +352,10 @@ def two(model: str, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> S
     """What each of two ranks found, and the lines that both wrote."""
     out = tmp_path_factory.mktemp("ranks")
     (out / "slab").write_bytes(bytes(1 << 23))
-    mp.spawn(_rank, (model, folder, out), nprocs=2)
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-c", BOTH, model, folder, out], cwd=Path(__file__).parents[3], env=environment, check=True
+    )
     ranks = [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
     return SimpleNamespace(ranks=ranks, log=(out / "log").read_text().splitlines(), saved=out / "step_000001")
 
