@@ -161,3 +161,45 @@ def loss(
         "constant": sum(flat) / (max(trained, 1) * max_new_tokens),
     }[a.normalizer]
     return divided, {name: float(np.mean(values)) for name, values in seen.items()}
+
+
+def advantages(name: str, groups: Sequence[Sequence[dict[str, Any]]], kl_coef: float) -> list[np.ndarray]:
+    """Of the samples of a step: from their rewards to what each token gets, NaN where it does not train. A sample is a dict of
+    reward, parts (components, of weights 1 and 2), mask, and x = log pi - log pi_ref of its tokens; what kl_coef takes is k1."""
+    found: list[np.ndarray] = []
+    for group in groups:
+        total = np.array([each["reward"] for each in group])
+        if kl_coef and name != "reinforce_plus_plus":  # the sum over a sample, off its reward
+            total -= [kl_coef * each["x"][each["mask"] > 0].sum() for each in group]
+        n, mean = len(group), total.mean()
+        match name:
+            case "dr_grpo" | "reinforce_plus_plus_baseline":
+                made = total - mean
+            case "rloo":  # against the mean of the others
+                made = np.array([total[i] - np.delete(total, i).mean() for i in range(n)])
+            case "maxrl":
+                made = (total - mean) / mean
+            case "gdpo":  # each component brought to one scale
+                made = np.zeros(n)
+                for weight, column in zip((1, 2), np.array([each["parts"] for each in group]).T, strict=True):
+                    made += weight * (column - column.mean()) / column.std(ddof=1)
+            case "reinforce_plus_plus":
+                made = total
+            case _:
+                made = (total - mean) / (total.std(ddof=1) + 1e-6)
+        for each, value in zip(group, made, strict=True):
+            tokens = np.full(len(each["mask"]), np.nan)
+            kept = np.flatnonzero(each["mask"])
+            tokens[kept] = value
+            if (
+                name == "reinforce_plus_plus"
+            ):  # G_t: the reward at the end, less the KL of this token and of those behind it
+                tokens[kept] -= [kl_coef * each["x"][kept[at:]].sum() for at in range(len(kept))]
+            found.append(tokens)
+    if name.startswith("reinforce_plus_plus"):
+        every = np.concatenate(found)
+    elif name == "gdpo":
+        every = np.array([np.nanmean(each) for each in found])
+    else:
+        return found
+    return [(each - np.nanmean(every)) / np.nanstd(every) for each in found]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -18,11 +20,15 @@ from rondo.roles.algorithms.advantages import (
     of_group,
     of_tokens,
 )
-from rondo.roles.algorithms.algorithm import AlgorithmConfig
+from rondo.roles.algorithms.algorithm import ALGORITHMS, AlgorithmConfig
+from rondo.roles.algorithms.whitening import Whitening, contribution
 from rondo.runtime.errors import Fatal
+from tests.roles.algorithms import by_hand
 
 COMPARE = ("group_mean_std", "group_mean", "leave_one_out")
 """Those that compare the samples of a group, and a shift leaves alone."""
+UNTAKEN = ("gdpo", "maxrl")
+"""Of whose rewards no KL is taken off."""
 
 
 def test_group_mean_std_by_hand() -> None:
@@ -79,6 +85,35 @@ def test_a_kl_in_the_reward_is_taken_off_whole_and_of_what_follows_a_token_witho
     assert [each.tolist() for each in found] == [[-2.5, 0, -2.0, -1.0], [3.0]]
     without = of_group(AlgorithmConfig(name="reinforce_plus_plus"), [])(samples)
     assert [each.tolist() for each in without] == [[1, 0, 1, 1], [3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "kl_coef"),
+    [(name, coef) for name in ALGORITHMS for coef in (0.0, 0.05) if name != "ppo" and not (coef and name in UNTAKEN)],
+)
+def test_what_the_tokens_of_a_step_get_is_what_the_papers_say(name: str, kl_coef: float) -> None:
+    """From rewards on, whitening over the step included, beside a second implementation in float64 (PPO's is in
+    `training/test_values.py`)."""
+    kl: dict[str, Any] = {"kl_coef": kl_coef, "kl_in": "reward", "kl": "k1"} if kl_coef else {}
+    draw, algorithm, groups = np.random.default_rng(4), AlgorithmConfig(name=name, **kl), []
+    for size in (2, 4, 5):
+        groups.append([])
+        for length in draw.integers(2, 7, size):
+            mask = (draw.random(length) < 0.7).astype(np.uint8)
+            mask[0] = 1
+            parts = draw.random(2).astype(np.float32)
+            x, base = draw.normal(0, 0.3, length).astype(np.float32), draw.normal(-2, 0.3, length).astype(np.float32)
+            groups[-1].append({"reward": 1 + draw.random(), "parts": parts, "mask": mask, "x": x, "base": base})
+    found, masks = list[np.ndarray](), [each["mask"] for group in groups for each in group]
+    for group in groups:
+        scored = [Scored(e["reward"], e["mask"], e["parts"], e["base"] + e["x"], e["base"]) for e in group]
+        found += of_group(algorithm, [1.0, 2.0])(scored)
+    if (over := algorithm.normalize_batch) is not None:
+        step = Whitening.of([contribution(*each, over) for each in zip(found, masks, strict=True)])
+        found = [step.apply(*each) for each in zip(found, masks, strict=True)]
+    wanted = by_hand.advantages(name, groups, kl_coef)
+    for mine, theirs, mask in zip(found, wanted, masks, strict=True):
+        np.testing.assert_allclose(mine, np.where(mask > 0, theirs, 0), atol=2e-5)
 
 
 @pytest.mark.parametrize("name", [*COMPARE, "group_mean_ratio"])
