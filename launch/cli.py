@@ -403,6 +403,20 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     add("paths", metavar="RUN", type=Path, nargs="*", default=[Path("runs/latest")], help="default: runs/latest")
     _add_place(add, 8265)
+    text = "Make the samples of a run with programs of yours, here or on another machine, until it ends."
+    add = verb("agents", _in("rondo.launch.agents", "main"), text)
+    add("--run", metavar="RUN", type=Path, default=Path("runs/latest"), help="on this machine (default: runs/latest)")
+    add(
+        "--url",
+        dest="urls",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="or each replica's, as `rondo status` says",
+    )
+    add("--token-file", metavar="FILE", type=Path, help="of --url: a file (mode 0600) with the token of the settings")
+    add("--processes", type=int, default=8, metavar="N", help="programs that run at once (default 8)")
+    add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what rollout.agent.command would be")
     add = verb("bus", bus, "Serve a bus of its own to programs on this node, which join by its folder.")
     add("folder", metavar="FOLDER", type=Path, help="made where it is not there; a short path")
     _add_job(verb("slurm", slurm, "Write a run as a batch job of SLURM, or submit it.", config))

@@ -150,7 +150,7 @@ class RolloutRole:
                 await first.wait()
                 await pools.enter_async_context(self._endpoint())
                 if agents is not None:
-                    await pools.enter_async_context(agents.serving(replica.engine, tokenizer, stops))
+                    await pools.enter_async_context(agents.serving(ctx, replica.engine, tokenizer, stops))
                 ctx.offer(EngineCalls(replica))
                 ctx.offer(Predictor(self._evaluator, replica.engine))
                 await ctx.ready()

@@ -201,6 +201,8 @@ ELSEWHERE = {
     "test_an_environment_for_sglang_is_built_in_these_steps",
     "rondo serve runs/quickstart --port 30000": "tests/launch/test_serve.py::"
     "test_a_model_is_served_and_a_signal_lets_what_is_in_flight_be_answered",
+    "rondo agents --url http://10.0.0.7:8300 --token-file token -- python agent.py": "tests/roles/sampling/test_agents.py::"
+    "test_the_command_makes_samples_by_programs_as_the_run_itself_would_and_a_stop_finishes_them",
     "rondo view runs/quickstart": "tests/launch/dashboard/test_server.py::test_the_command_serves_until_it_is_told_to_end",
     'curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:30000/rondo/trajectories/task-7': "tests/roles/serve/"
     "test_sessions.py::test_a_second_turn_begins_with_the_tokens_that_were_sampled_and_not_with_those_of_their_text",

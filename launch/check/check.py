@@ -45,7 +45,7 @@ from rondo.launch.machine import folder_problem, num_cores, port_problem, show_b
 from rondo.launch.progress import at_work
 from rondo.launch.rundir import owner
 from rondo.launch.track.settings import missing
-from rondo.roles.config import EndpointConfig, SupervisedConfig
+from rondo.roles.config import ListenConfig, SupervisedConfig
 from rondo.roles.config.supervised import unread
 from rondo.roles.engines.sglang.requirements import of_context
 from rondo.roles.streams import media_bytes, row_bytes, sampled_bytes, turn_bytes
@@ -311,7 +311,7 @@ def _token_file(path: Path | None, setting: str) -> Iterator[Finding]:
             yield error(str(wrong))
 
 
-def _certificate(of: AdminConfig | EndpointConfig, section: str) -> Iterator[Finding]:
+def _certificate(of: AdminConfig | ListenConfig, section: str) -> Iterator[Finding]:
     try:
         server_context(of.tls_cert, of.tls_key, (f"{section}.tls_cert", f"{section}.tls_key"))
     except ConfigError as wrong:
@@ -319,20 +319,21 @@ def _certificate(of: AdminConfig | EndpointConfig, section: str) -> Iterator[Fin
 
 
 def _endpoint(config: RunConfig) -> Iterator[Finding]:
-    """The ports, the token and the certificate of the server for agents."""
-    endpoint, rollout = config.rollout.endpoint, config.group_of("rollout")
-    if endpoint is None or rollout is None:
-        return
-    yield from _token_file(endpoint.token_file, "rollout.endpoint.token_file")
-    yield from _certificate(endpoint, "rollout.endpoint")
-    ports = range(endpoint.port, endpoint.port + rollout.replicas * rollout.processes) if endpoint.port else (0,)
-    for port in ports:
-        problem = "there is no such port" if port > _LAST_PORT else port_problem(endpoint.host, port)
-        if problem is not None:
-            yield error(
-                f"rollout.endpoint.port must be free, one port a replica, got {endpoint.host}:{port} ({problem}). "
-                "Set rollout.endpoint.port=0 for free ones"
-            )
+    """The ports, the tokens and the certificates of the servers for agents."""
+    rollout, agent = config.group_of("rollout"), config.rollout.agent
+    for place in (config.rollout.endpoint, None if agent is None else agent.elsewhere):
+        if place is None or rollout is None:
+            continue
+        yield from _token_file(place.token_file, f"{place.section}.token_file")
+        yield from _certificate(place, place.section)
+        ports = range(place.port, place.port + rollout.replicas * rollout.processes) if place.port else (0,)
+        for port in ports:
+            problem = "there is no such port" if port > _LAST_PORT else port_problem(place.host, port)
+            if problem is not None:
+                yield error(
+                    f"{place.section}.port must be free, one port a replica, got {place.host}:{port} ({problem}). "
+                    f"Set {place.section}.port=0 for free ones"
+                )
 
 
 def _model(config: RunConfig, facts: Facts) -> Iterator[Finding]:

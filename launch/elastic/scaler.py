@@ -325,7 +325,8 @@ class Scaler:
             self._tell("scaling", {name: value for name, value in fields.items() if value != ""})
             if request.over:
                 for name in request.removed_engines:  # one that was ended has left its own behind
-                    (self._run / "endpoints" / f"{name}.json").unlink(missing_ok=True)
+                    for folder in ("endpoints", "agents"):
+                        (self._run / folder / f"{name}.json").unlink(missing_ok=True)
 
     def _admit(self, group: str, num: int) -> str:
         return self._room.why_not(self._groups[group], num, {view.name: view.pids for view in self._views()})

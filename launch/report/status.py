@@ -36,7 +36,9 @@ def show_status(path: Path, *, as_json: bool = False) -> int:
         found |= {"health": ask(record, "/healthz"), "roles": ask(record, "/roles"), "waits": ask(record, "/waits")}
         found |= {"scaling": ask(record, "/scaling")["active"]}
         records = (
-            path for folder in ("endpoints", "genrm", "scorer") for path in sorted((run / folder).glob("*.json"))
+            path
+            for folder in ("endpoints", "agents", "genrm", "scorer")
+            for path in sorted((run / folder).glob("*.json"))
         )
         found |= {"endpoints": [read_json(path) for path in records]}
         if as_json:

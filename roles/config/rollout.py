@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
@@ -110,9 +110,10 @@ class SGLangConfig(Section):
             )
 
 
-class EndpointConfig(Section):
-    """An HTTP server on each rollout replica's engine for agents, in OpenAI's and SGLang's words."""
+class ListenConfig(Section):
+    """Where a server of each rollout replica listens, and who may ask it."""
 
+    section: ClassVar[str] = "rollout.agent.elsewhere"
     host: str = "127.0.0.1"
     """Address that it listens at; any but loopback asks for a token."""
     port: int = Field(0, ge=0, le=65535)
@@ -123,6 +124,15 @@ class EndpointConfig(Section):
     """A certificate (PEM), with those that lead to its root behind it: the server speaks TLS, 1.2 or newer."""
     tls_key: Path | None = None
     """Its key (PEM, mode 0600, without a password)."""
+
+    def refused(self) -> Iterator[str]:
+        yield from unguarded(self.section, self.host, self.token_file, self.tls_cert, self.tls_key)
+
+
+class EndpointConfig(ListenConfig):
+    """An HTTP server on each rollout replica's engine for agents, in OpenAI's and SGLang's words."""
+
+    section = "rollout.endpoint"
     max_body_bytes: int | None = Field(None, ge=1 << 10)
     """None: 32 bytes for every token that fits into a sequence, and at least 4 MiB."""
     prompt_workers: int = Field(1, ge=1)
@@ -137,9 +147,6 @@ class EndpointConfig(Section):
     """A session's trajectory goes so long after its last call."""
     idle_s: float = Field(300.0, gt=0)
     """So long after its last call it goes too, where others need its room."""
-
-    def refused(self) -> Iterator[str]:
-        yield from unguarded("rollout.endpoint", self.host, self.token_file, self.tls_cert, self.tls_key)
 
 
 SINGLE_TURN = "rondo.roles.sampling.single_turn:single_turn"
@@ -209,14 +216,26 @@ class AgentConfig(Section):
     """A program that makes each sample: it speaks to the policy over HTTP as to any model; what it is answered is trained."""
 
     place = "agent"
-    command: tuple[str, ...] = Field(min_length=1)
+    command: tuple[str, ...] = ()
     """Started once a sample. Its environment says where to ask, and where its row is (docs/agents.md)."""
+    elsewhere: ListenConfig | None = None
+    """Or programs that run elsewhere ask here for samples to make: `rondo agents`, or any HTTP client."""
     deadline_s: float = Field(600.0, gt=0)
-    """Of one process. Beyond it that is killed, with all that it started, and its sample has failed."""
+    """From the start of a process, or from when somebody took a sample. Beyond it that has failed, and a process is killed with
+    all that it started."""
+    taken_deadline_s: float = Field(3600.0, gt=0)
+    """A sample that nobody elsewhere has taken for so long has failed."""
     max_processes: int = Field(64, ge=1)
-    """Those that run at once in a rollout process; further samples wait."""
+    """Samples that are made at once for a rollout process; further ones wait."""
     other_sampling: bool = False
     """Answers requests for another temperature, top_p or top_k than the run's, under the run's; else they are refused."""
+
+    def refused(self) -> Iterator[str]:
+        if bool(self.command) == (self.elsewhere is not None):
+            yield (
+                "agent.command and agent.elsewhere must be set one without the other, got "
+                f"{'both' if self.command else 'neither'}. Set agent.command to start programs here, or agent.elsewhere"
+            )
 
 
 class RolloutConfig(Section):

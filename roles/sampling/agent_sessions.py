@@ -18,6 +18,7 @@ import asyncio
 import hashlib
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -30,6 +31,7 @@ from rondo.comm.bus.group import NO_VERSION
 from rondo.roles.data.datasets import RowError
 from rondo.roles.engines.engine import Completion, Engine, EngineStats, FinishReason, Request
 from rondo.roles.rewards.scores import RewardError, scored
+from rondo.roles.sampling.agent_programs import OVER, Told
 from rondo.roles.sampling.episode import Limits, SampleRow
 from rondo.roles.sampling.workflow import Client
 from rondo.roles.serve.service import Call
@@ -40,6 +42,8 @@ from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.values import decode
 
 _NAMES = ("temperature", "top_p", "top_k")
+_WORDS = 2048
+"""Characters that are kept of what an agent says went wrong."""
 
 
 Worth = tuple[float, Mapping[str, Any]]
@@ -55,7 +59,8 @@ class _Claim(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One that is open. `ends` is set when it has a `reward`, or a `fault` of the engine."""
+    """One that is open. `ends` is set when it was `told` of its end, with its `worth` or its `error`, and by a `fault` of the
+    engine."""
 
     name: str
     key: str
@@ -66,7 +71,9 @@ class Session:
     spent: bool = False
     """Whether a budget has refused its last call."""
     over: bool = False
+    told: bool = False
     worth: Worth | None = None
+    error: str | None = None
     fault: Exception | None = None
     ends: asyncio.Event = field(default_factory=asyncio.Event)
     claims: dict[object, _Claim] = field(default_factory=dict)
@@ -96,6 +103,8 @@ class Sessions:
         self._by_key = dict[str, Session]()
         self._by_name = dict[str, Session]()
         self._numbers = itertools.count()
+        self._offers = deque[tuple[Told, asyncio.Future[None]]]()
+        self._offered = asyncio.Event()
 
     @contextmanager
     def opened(self, client: Client, number: int, limits: Limits) -> Iterator[Session]:
@@ -148,6 +157,13 @@ class Sessions:
         reward, details = decode(orjson.loads(told.text))
         return reward, details
 
+    def offer(self, told: Told) -> asyncio.Future[None]:
+        """Has a sample made by whoever asks for one, who is given what is told: done when somebody has taken it."""
+        taken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._offers.append((told, taken))
+        self._offered.set()
+        return taken
+
     # ---- what the server asks (`serve.service.Samples`) ------------------------------------------------------------------------
 
     def session_of(self, key: str, named: str | None) -> str:
@@ -161,11 +177,26 @@ class Sessions:
             )
         return session.name
 
+    async def taken(self) -> Told:
+        while True:
+            while self._offers:
+                told, taken = self._offers.popleft()
+                if not taken.done():  # as that of a lost lease is
+                    taken.set_result(None)
+                    return told
+            self._offered.clear()
+            await self._offered.wait()
+
     def rewarded(self, name: str, given: Any) -> None:
-        if (had := self._by_name.get(name)) is not None and had.worth is not None:
+        if (had := self._by_name.get(name)) is not None and had.told:
             raise TurnedDown(409, "a session must be rewarded once, got another reward. The first one counts")
         session = self._opened(name)
-        session.worth = self.worth_of(given)
+        failed = given.get("error") if isinstance(given, dict) else None
+        if isinstance(failed, str):
+            session.error = f"the agent says: {failed[-_WORDS:] or 'nothing'}"
+        elif given != OVER:
+            session.worth = self.worth_of(given)
+        session.told = True
         session.ends.set()
         self._end(session)
 

@@ -63,9 +63,12 @@ async def listening(
         "rondo: a model", guard, failed, Failed, Limits(most), host=host, tls=tls, handler_cancellation=True
     )
     routes = _ROUTES if service.samples is None else _OF_SAMPLES
+    if own and service.samples is not None:
+        routes = (*routes, _EPISODES)
     for method, path, route, operation in routes:
         # A session's key is not the server's: who has one is looked at where the session is looked for.
-        scope: Scope = "open" if path in _OPEN or service.samples is not None else "content"
+        by_key = service.samples is not None and path != _EPISODES[1]
+        scope: Scope = "open" if path in _OPEN or by_key else "content"
         server.route(method, path, partial(route, service), scope=scope, operation=operation)
     for name in control.NOT_SUPPORTED if service.samples is None else ():
         server.route("*", f"/{name}", partial(control.not_supported, service), scope="content", operation=None)
@@ -136,3 +139,4 @@ _OF_SAMPLES = (
         _told("What a session is worth, which ends it.", takes=None),
     ),
 )
+_EPISODES = ("POST", "/episodes", control.episode, _told("A sample to make.", takes=control.EpisodeBody))

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
@@ -34,6 +34,8 @@ from rondo.runtime.waits import wait_for
 DIALECT = "0.5.23"
 """The version of SGLang whose contract this server keeps to."""
 _HEALTH_S = 20.0
+MAX_WAIT_S = 60.0
+"""That who asks for a sample may be kept waiting."""
 
 
 # ---- health -------------------------------------------------------------------------------------------------------------
@@ -291,6 +293,23 @@ async def reward(service: Service, request: web.Request) -> web.Response:
     async with service.body(request) as body:
         service.samples.rewarded(name, body)
     return json_answer({"session": name, "over": True})
+
+
+class EpisodeBody(Fields):
+    wait_s: Annotated[float, Field(gt=0, le=MAX_WAIT_S)] = MAX_WAIT_S
+    """How long there may be none."""
+
+
+async def episode(service: Service, request: web.Request) -> web.Response:
+    """A sample to make, for an agent that runs elsewhere: its session, key and row. 204 where there was none meanwhile."""
+    assert service.samples is not None
+    async with service.body(request) as body:
+        wait_s = EpisodeBody.of(body).wait_s
+    try:
+        told = await asyncio.wait_for(service.samples.taken(), wait_s)
+    except TimeoutError:
+        return web.Response(status=204)
+    return json_answer({each.name: getattr(told, each.name) for each in fields(told)})
 
 
 async def forget(service: Service, request: web.Request) -> web.Response:

@@ -1,4 +1,4 @@
-"""The endpoint of a run: the server on a rollout replica's engine, and the record of where it listens.
+"""What a run answers to others: the endpoint on a rollout replica's engine, and the record of where a server listens.
 
 Owns the record `endpoints/GROUP.json` (mode 0600) in the run directory, while the endpoint answers. Does not own the engine. Its
 callers ask and abort; pauses and weights are the run's.
@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from rondo.roles.config import EndpointConfig
+from rondo.roles.config import EndpointConfig, ListenConfig
 from rondo.roles.engines.engine import Engine
 from rondo.roles.serve.app import listening
 from rondo.roles.serve.prompt_work import prompt_work
@@ -50,22 +50,11 @@ async def endpoint(
     folder: str = FOLDER,
     drain_s: float = _DRAIN_S,
 ) -> AsyncIterator[None]:
-    """Answers while the body lasts; without a config nothing is done. ConfigError where the port cannot be had, nor the token or
-    the certificate be read. `folder`: of the run directory, for its record; `drain_s`: what is in flight at the end has so
-    long to be answered."""
+    """Answers while the body lasts, `to_others`; without a config nothing is done. `folder`: of the run directory, for its
+    record; `drain_s`: what is in flight at the end has so long to be answered."""
     if config is None:
         yield
         return
-    given = []
-    token_path = ctx.rt_dir / "token"
-    if config.token_file is not None:
-        token_path = config.token_file.resolve()
-        given.append(read_token_file(token_path, "rollout.endpoint.token_file"))
-    tls = server_context(config.tls_cert, config.tls_key, ("rollout.endpoint.tls_cert", "rollout.endpoint.tls_key"))
-    name = ctx.group if ctx.world_size == 1 else f"{ctx.group}.{ctx.rank}"
-    record = ctx.run_dir / folder / f"{name}.json"
-    port = config.port + int(ctx.group.rpartition("-")[2]) * ctx.world_size + ctx.rank if config.port else 0
-    earlier = 0 if config.port else _earlier(record)
     kept = Trajectories(
         max_sessions=config.max_sessions, max_bytes=config.max_bytes, max_session_bytes=config.max_session_bytes,
         max_age_s=config.max_age_s, idle_s=config.idle_s,
@@ -76,12 +65,32 @@ async def endpoint(
             stop_token_ids=stop_token_ids, control=False, seeds=seeds, tells_experts=tells_experts,
             max_body_bytes=config.max_body_bytes, trajectories=kept,
         )  # fmt: skip
-        async with listening(
-            service, [ctx.token], config.host, port, given=given, tls=tls, earlier=earlier, drain_s=drain_s
-        ) as url:
-            tls_told = {} if config.tls_cert is None else {"tls_cert": str(config.tls_cert.resolve())}
-            async with announced(ctx, record, url, token_path, model_name, **tls_told):
-                yield
+        async with to_others(ctx, config, service, folder=folder, drain_s=drain_s):
+            yield
+
+
+@asynccontextmanager
+async def to_others(
+    ctx: WorkerContext, config: ListenConfig, service: Service, *, folder: str, drain_s: float
+) -> AsyncIterator[str]:
+    """A server at the address of the settings while the body lasts, which a record in `folder` of the run directory tells; the
+    value is its URL. ConfigError where the port cannot be had, nor the token or the certificate be read."""
+    given, section = [], config.section
+    token_path = ctx.rt_dir / "token"
+    if config.token_file is not None:
+        token_path = config.token_file.resolve()
+        given.append(read_token_file(token_path, f"{section}.token_file"))
+    tls = server_context(config.tls_cert, config.tls_key, (f"{section}.tls_cert", f"{section}.tls_key"))
+    name = ctx.group if ctx.world_size == 1 else f"{ctx.group}.{ctx.rank}"
+    record = ctx.run_dir / folder / f"{name}.json"
+    port = config.port + int(ctx.group.rpartition("-")[2]) * ctx.world_size + ctx.rank if config.port else 0
+    earlier = 0 if config.port else _earlier(record)
+    async with listening(
+        service, [ctx.token], config.host, port, given=given, tls=tls, earlier=earlier, drain_s=drain_s
+    ) as url:
+        tls_told = {} if config.tls_cert is None else {"tls_cert": str(config.tls_cert.resolve())}
+        async with announced(ctx, record, url, token_path, service.model_name, **tls_told):
+            yield url
 
 
 @asynccontextmanager

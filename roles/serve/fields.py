@@ -27,7 +27,7 @@ _SHOWN.maxstring = _SHOWN.maxother = 60
 _SHOWN.maxlevel = 2
 _RULES = {
     "bool_type": "true or false", "int_type": "an integer", "float_type": "a number", "string_type": "text",
-    "greater_than_equal": "at least {ge}", "less_than_equal": "at most {le}",
+    "greater_than_equal": "at least {ge}", "greater_than": "above {gt}", "less_than_equal": "at most {le}",
     "string_too_long": "text of at most {max_length} characters", "literal_error": "one of {expected}",
     "string_pattern_mismatch": "a number of up to 9 digits",
 }  # fmt: skip

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 import orjson
@@ -33,6 +33,9 @@ from rondo.runtime.admin.server import dumps, status_of
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
 from rondo.runtime.reference import uncollected
 from rondo.runtime.waits import wait_for
+
+if TYPE_CHECKING:
+    from rondo.roles.sampling.agent_programs import Told
 
 SESSION = "X-Rondo-Session"
 _SESSIONS = (SESSION, "X-Session-ID")
@@ -68,8 +71,12 @@ class Samples(Protocol):
     def admitted(self, asked: Call) -> AbstractContextManager[None]:
         """A call that is answered while the body lasts, with what the run says of its sampling. TurnedDown beyond a budget."""
 
+    async def taken(self) -> Told:
+        """The next sample that somebody elsewhere is to make, once there is one. It is his then."""
+
     def rewarded(self, session: str, given: Any) -> None:
-        """What a session is worth, which ends it."""
+        """What a session is worth, which ends it; {"over": true} where `reward.function` is to say so, {"error": text} where it
+        failed."""
 
 
 @dataclass(slots=True)

@@ -158,8 +158,8 @@ def test_output_to_a_reader_that_left_is_no_traceback(tmp_path: Path) -> None:
         (
             ["tarin", "x.py"],
             "VERB must be one of demo, train, init, sft, check, show, status, stop, scale, restart, resume, explain, "
-            "autoscale, timeline, track, alert, rerun, replay, diff, export, eval, serve, view, bus, slurm, bench, sglang, "
-            "completion, got 'tarin'. ",
+            "autoscale, timeline, track, alert, rerun, replay, diff, export, eval, serve, view, agents, bus, slurm, bench, "
+            "sglang, completion, got 'tarin'. ",
         ),
         (["train"], "the following arguments are required: CONFIG.py. Run `rondo train --help`"),
         (["show", "none.py"], "CONFIG must be a file that exists, got none.py."),

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import aiohttp
 import numpy as np
+import orjson
 import pytest
 from pydantic import ValidationError
 
@@ -83,7 +84,7 @@ def job(*command: str, limits: Any = None, components: Any = None, data: Any = N
             "data": {"path": "train.jsonl", "prompt": "question", "label": "answer", "apply_chat_template": True} | (data or {}),
             "rollout": {
                 "prompts_per_step": 1, "samples_per_prompt": 2, "max_prompt_tokens": 128, "max_new_tokens": 256,
-                "agent": {"command": command or ("true",), **agent}, **(limits or {}),
+                "agent": ({} if "elsewhere" in agent else {"command": command or ("true",)}) | agent, **(limits or {}),
             },
         }
     )  # fmt: skip
@@ -151,7 +152,7 @@ class Opened:
             aiohttp.ClientSession() as link,
             link.post(self.agents._url + path, json=body, headers=sent) as answer,
         ):
-            return answer.status, await answer.json()
+            return answer.status, await answer.json() if answer.status != 204 else None
 
     async def chat(self, session: Session, *messages: dict[str, str], **more: Any) -> str:
         status, told = await self.post(session, {"messages": messages, **more})
@@ -179,7 +180,15 @@ async def opened(
 
     client = Client(context, lambda number: Request(f"g/{number}", prompt, params, seed=number), ask, engine.cancel)
     agents, work = Agents(config, "model", folder), in_thread(TOKENIZER)
-    serving = agents.serving(cast(Any, engine), TOKENIZER, stops, lambda path: nullcontext(work))
+    reports = list[Any]()
+
+    async def report(*told: Any) -> None:
+        reports.append(told)
+
+    ctx = SimpleNamespace(
+        group="rollout-0", rank=0, world_size=1, run_dir=folder, rt_dir=folder, token="own" * 16, report=report
+    )
+    serving = agents.serving(cast(Any, ctx), cast(Any, engine), TOKENIZER, stops, lambda path: nullcontext(work))
     async with asyncio.timeout(LIMIT_S), serving:
         yield Opened(agents, engine, context, client)
 
@@ -349,6 +358,108 @@ def test_a_command_that_is_not_there_and_settings_that_contradict_are_refused(tm
     ):
         with pytest.raises(ValidationError, match=f"rollout.{next(iter(others))} must not be set with rollout.agent"):
             job(limits=others)
+
+
+# ---- programs that run elsewhere -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path) -> dict[str, Any]:
+    path = tmp_path / "shown"
+    path.write_text(SHOWN)
+    path.chmod(0o600)
+    return {"token_file": path}
+
+
+SHOWN = "shown" * 8
+
+
+async def test_whoever_asks_elsewhere_is_given_a_sample_once_and_says_how_it_ended(
+    tmp_path: Path, elsewhere: dict[str, Any]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    config = job(elsewhere=elsewhere, deadline_s=1.5, max_processes=5)
+    async with opened(config, folder, samples=5) as at:
+        record = orjson.loads((folder / "agents" / "rollout-0.json").read_bytes())
+        assert (record["url"], record["token_path"]) == (at.agents._url, str(elsewhere["token_file"]))
+        assert (await at.post("wrong", {}, "/episodes"))[0] == 401
+        assert (await at.post(SHOWN, {"wait_s": 0.01}, "/episodes"))[0] == 204, "there is none yet"
+        waiting = asyncio.create_task(at.post(SHOWN, {}, "/episodes"))
+        running = asyncio.create_task(made_by(at))
+        given = [await waiting, *[await at.post(SHOWN, {}, "/episodes") for _ in range(4)]]
+        assert {status for status, _ in given} == {200} and len({told["session"] for _, told in given}) == 5
+        assert (await at.post(SHOWN, {"wait_s": 0.01}, "/episodes"))[0] == 204, "each is given once"
+        told = given[0][1]
+        assert told["row"] == {"level": 2, "question": "Play.", "answer": "3"} and told["evaluates"] is False
+        assert told["model"] == "played" and told["limits"]["deadline_s"] == 1.5
+        assert (await at.post(told["key"], {}, "/episodes"))[0] == 401, "a session's key opens that session alone"
+        says = {0: 0.5, 1: {"over": True}, 2: {"error": "lost its way"}, 3: 1}
+        for _, each in given:
+            number = int(each["session"].split(".")[1].split("-")[0])
+            if number != 3:
+                await at.post(each["key"], {"messages": [user("?")]})
+            if number in says:
+                path = f"/sessions/{each['session']}/reward"
+                assert (await at.post(each["key"], says[number], path))[0] == 200
+                assert (await at.post(each["key"], says[number], path))[0] in (401, 409, 410)
+        made = await running
+        stats = at.agents.stats()["agent"]
+    assert [each.reward for each in made] == [0.5, None, None, None, None]
+    assert [each.error for each in made[:3]] == [None, None, "the agent says: lost its way"]
+    assert made[3].error == "the agent must be answered at least once, got no call that was"
+    assert made[4].error is not None and "agents that take samples and end them" in made[4].error
+    assert (stats.steps, stats.errors, stats.timeouts) == (5, 1, 1)
+    assert not (folder / "agents" / "rollout-0.json").exists()
+
+
+async def test_a_sample_of_a_lost_lease_is_given_to_nobody_and_one_that_nobody_takes_has_failed(
+    tmp_path: Path, elsewhere: dict[str, Any]
+) -> None:
+    async with opened(job(elsewhere=elsewhere, taken_deadline_s=0.2), tmp_path) as at:
+        running = asyncio.create_task(made_by(at))
+        await until(lambda: bool(at.sessions._offers))
+        running.cancel()
+        await asyncio.wait([running])
+        assert (await at.post(SHOWN, {"wait_s": 0.01}, "/episodes"))[0] == 204 and not at.sessions._offers
+        [made] = [each async for some in again(at).samples(at.agents, at.client) for each in some]
+    assert made.error is not None and "a sample to be taken" in made.error
+
+
+def again(at: Opened) -> Context:
+    had = at.context
+    return Context(ROW, had.prompt, None, TOKENIZER, range(1), had.limits)
+
+
+async def test_the_command_makes_samples_by_programs_as_the_run_itself_would_and_a_stop_finishes_them(
+    tmp_path: Path, elsewhere: dict[str, Any]
+) -> None:
+    code = f"""{SPEAKS}
+assert json.load(open(os.environ["RONDO_ROW"]))["answer"] == "3" and os.path.isdir(os.environ["TMPDIR"])
+chat([{{"role": "user", "content": "?"}}])
+if number == 0:
+    open(os.environ["RONDO_OUTPUT"], "w").write("0.5")
+elif number == 1:
+    HTTPConnection(host)
+    assert post("/" + os.environ["RONDO_REWARD_URL"].split("/", 3)[3], 0.25)[0] == 200
+elif number == 2:
+    os.write(2, b"no such thing")
+    os._exit(3)
+"""
+    async with opened(job(elsewhere=elsewhere), tmp_path, samples=4) as at:
+        words = ("--url", at.agents._url, "--token-file", str(elsewhere["token_file"]), "--processes", "2", "--")
+        line = ("-m", "rondo.launch.cli", "agents", *words, sys.executable, "-S", "-c", code)
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(sys.executable, *line, stdout=pipe, stderr=pipe)
+        made = await made_by(at)
+        process.terminate()
+        said, wrong = await process.communicate()
+    assert [each.reward for each in made] == [0.5, 0.25, None, None]
+    assert [each.error for each in made] == [
+        None, None, "the agent says: agent.command must end with 0, got exit code 3. Its last words: no such thing", None,
+    ]  # fmt: skip
+    assert process.returncode == 0 and said.decode() == "took 4 samples, of which 1 failed\n"
+    assert "no such thing" in wrong.decode()
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------------------
