@@ -23,7 +23,10 @@ class SwanLab:
         folder = config.folder or run.path / "trackers" / "swanlab"
         folder.mkdir(parents=True, exist_ok=True)
         online = {} if config.offline else {"id": run.id, "resume": "allow"}
-        settings = swanlab.Settings(**({} if config.url is None else {"api_host": config.url}))
+        settings = swanlab.Settings(
+            probe=dict.fromkeys(("hardware", "runtime", "requirements", "conda", "git", "monitor"), False),
+            terminal={"proxy_type": "none"}, interactive=False, **({} if config.url is None else {"api_host": config.url}),
+        )  # fmt: skip
         self._run = swanlab.init(
             project=config.project, name=run.name, log_dir=str(folder), config=dict(run.settings), settings=settings,
             mode="offline" if config.offline else "online", **online,
