@@ -13,6 +13,12 @@ from rondo.launch.track.points import Point
 from rondo.launch.track.settings import TrackerConfig
 from rondo.runtime.errors import RondoError
 
+_GATHERED = (
+    "detect_repository", "tensorboard", "matplotlib", "tensorflow", "pytorch", "xgboost", "scikit", "fastai", "lightgbm", "hydra",
+    "tfdefines", "joblib", "megengine", "catboost", "gradio", "jsonargparse",
+)  # fmt: skip
+"""What ClearML takes without being told; the first is the working tree, with what is not committed of it."""
+
 
 class ClearML:
     """A metric's title is its series, "train" say."""
@@ -32,7 +38,7 @@ class ClearML:
         goes_on = {"reuse_last_task_id": found[0].id, "continue_last_task": 0} if found else {}
         self._task = Task.init(
             config.project, run.name, tags=[tag], **{"reuse_last_task_id": False, **goes_on}, auto_connect_arg_parser=False,
-            auto_connect_frameworks=False, auto_resource_monitoring=False, auto_connect_streams=False,
+            auto_connect_frameworks=dict.fromkeys(_GATHERED, False), auto_resource_monitoring=False, auto_connect_streams=False,
         )  # fmt: skip
         if not found:
             self._task.connect(dict(run.settings))
