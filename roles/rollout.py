@@ -99,7 +99,10 @@ class RolloutRole:
         checkers = None
         if own_rewards:
             checkers = RewardPool(own_rewards, by=SET, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s)
-        media = None if config.media is None else MediaPool(job.model_path, config.media, load_deadline_s=ctx.load_s)
+        media, samples = None, config.samples
+        if config.media is not None:
+            kept_media = (ctx.run_dir, samples.media_bytes) if samples.keep and samples.media_bytes else None
+            media = MediaPool(job.model_path, config.media, load_deadline_s=ctx.load_s, originals=kept_media)
         keep = None
         if config.rollout.keep is not None:
             keep = keep_pool(config.rollout.keep, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s)

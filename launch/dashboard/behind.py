@@ -32,7 +32,7 @@ _PASSED = (
 _ROUTES: tuple[tuple[str, Scope], ...] = (
     ("/ui/", "open"),
     ("/ui/assets/{name}", "open"),
-    ("/ui/api/runs/{run}/{what:samples|group|log|stacks}", "content"),
+    ("/ui/api/runs/{run}/{what:samples|group|tokens|media|log|stacks}", "content"),
     ("/ui/api/runs/{run}/{what:names|series|evaluations|health|flow|timeline|memory}", "read"),
     ("/ui/api/runs/{run}", "read"),
     ("/ui/api/runs", "read"),

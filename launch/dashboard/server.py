@@ -17,6 +17,7 @@ browser sends nowhere.
     GET /api/runs/ID/samples?kind=&first=&last=&least=&most=&failed=&search=&before=&limit=    content
     GET /api/runs/ID/group?row=                      content  a sample whole, and those of its prompt group
     GET /api/runs/ID/tokens?step=&group=             content  trained samples of a prompt group, token by token
+    GET /api/runs/ID/media?name=                     content  one of its images, sounds or videos, as it came
     GET /api/runs/ID/log?file=                       content  the end of a log
     GET /api/runs/ID/memory                          read     processes and devices
     GET /api/runs/ID/stacks?process=                 content  where a live process stands
@@ -44,6 +45,7 @@ from aiohttp import web
 from pydantic import BeforeValidator, Field
 
 from rondo.launch.dashboard.behind import noted
+from rondo.launch.dashboard.media import read
 from rondo.launch.dashboard.run import Run
 from rondo.launch.dashboard.samples import Wanted
 from rondo.launch.rundir import existing_run
@@ -63,8 +65,8 @@ NICE = 10
 """Of the command: a run on the same cores goes first, and a page beside one that leaves none idle still gets a tenth of one."""
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 _HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
-    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' blob:; media-src blob:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
@@ -122,6 +124,12 @@ class Group(Section):
     group: Whole = Field(ge=0, le=1 << 62)
 
 
+class Medium(Section):
+    """`name`: as `/tokens` tells it."""
+
+    name: str = Field(pattern="^[0-9a-f]{32}$")
+
+
 class Steps(Section):
     """`step`: the first; by default the newest. `num`: how many."""
 
@@ -150,6 +158,10 @@ def _find(run: Run, query: Find) -> dict[str, Any]:
     run.samples.advance()
     wanted = Wanted(query.kind, query.first, query.last, query.least, query.most, query.failed, query.search)
     return run.samples.find(wanted, query.before, query.limit)
+
+
+def _medium(run: Run, query: Medium) -> tuple[bytes, str]:
+    return read(run.path, query.name)
 
 
 def _series(run: Run, query: Series) -> dict[str, Any]:
@@ -202,6 +214,10 @@ class Dashboard:
         for suffix, scope, query, method, text in _OF_RUN:
             told = Operation(text, Any, query=query)
             self.http.route("GET", f"/api/runs/{{run}}{suffix}", self._of_run(method), scope=scope, operation=told)
+        one = Operation("An image, a sound or a video of kept samples.", bytes, query=Medium)
+        self.http.route(
+            "GET", "/api/runs/{run}/media", self._of_run(_medium, made=_file), scope="content", operation=one
+        )
         act = Operation("Have a live run do something.", Any, takes=Act)
         do = self._of_run(lambda run, asked: run.act(asked.what, asked.role, asked.num_replicas, asked.token), BODY)
         self.http.route("POST", "/api/runs/{run}/act", do, scope="content", operation=act)
@@ -227,13 +243,16 @@ class Dashboard:
         return _json(await asyncio.gather(*(self._in_thread(run, run.overview) for run in self.runs.values())))
 
     def _of_run(
-        self, method: Callable[[Run, Any], Any], given: web.RequestKey[Any] = QUERY
+        self,
+        method: Callable[[Run, Any], Any],
+        given: web.RequestKey[Any] = QUERY,
+        made: Callable[[Any], web.Response] | None = None,
     ) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
         async def handler(request: web.Request) -> web.StreamResponse:
             run = self.runs.get(request.match_info["run"])
             if run is None:
                 raise TurnedDown(404, f"a run must be one of {', '.join(self.runs)}, got another. See /api/runs")
-            return _json(await self._in_thread(run, method, run, request[given]))
+            return (made or _json)(await self._in_thread(run, method, run, request[given]))
 
         return handler
 
@@ -247,6 +266,15 @@ def _json(data: Any) -> web.Response:
     if len(body) > _COMPRESSED_BYTES:
         answer.enable_compression()
     return answer
+
+
+def _file(found: tuple[bytes, str]) -> web.Response:
+    body, form = found
+    headers = _HEADERS | {
+        "Content-Security-Policy": "default-src 'none'; sandbox",
+        "Cache-Control": "private, max-age=3600",
+    }
+    return web.Response(body=body, content_type=form, headers=headers)
 
 
 def _failed(status: int, kind: str, words: str) -> Failed:

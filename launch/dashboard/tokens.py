@@ -13,11 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rondo.launch.dashboard.media import of_prompt
 from rondo.launch.rundir import read_json
 from rondo.roles.training.trained_samples import TrainedRow, rows_of_step
 
 MOST = 4000
-_ROWS = 64
+_ROWS, _MEDIA = 64, 32
 _COLUMNS = ("tokens", "mask", "advantages", "rollout_log_probs", "policy_versions")
 _OF_CHARACTER = 4
 """Tokens that a character of several bytes may lie in, at most."""
@@ -32,11 +33,15 @@ class Tokens:
         self._decode: Decode | None = None
 
     def group(self, step: int, group: int) -> dict[str, Any]:
-        """ "rows" of each sample of a prompt group that is kept, none where none are, or pyarrow is missing, as "why" says."""
+        """ "rows" of each sample of a prompt group that is kept, none where none are, or pyarrow is missing, as "why" says; and
+        the "media" that they were shown, as they came, `media.of_prompt`."""
+        media = of_prompt(self._run, step, group)
+        told = {"media": media[:_MEDIA], "num_media": len(media)}
         if find_spec("pyarrow") is None:
-            return {"rows": [], "why": "Trained samples need pyarrow to be shown: pip install 'rondo-rl[data]'"}
+            why = "Trained samples need pyarrow to be shown: pip install 'rondo-rl[data]'"
+            return told | {"rows": [], "why": why}
         rows = sorted(rows_of_step(self._run, step, _COLUMNS, group), key=lambda row: (row.sample, row.part))
-        return {"rows": [self._told(row) for row in rows[:_ROWS]], "why": ""}
+        return told | {"rows": [self._told(row) for row in rows[:_ROWS]], "why": ""}
 
     def _told(self, row: TrainedRow) -> dict[str, Any]:
         if self._decode is None:

@@ -14,7 +14,7 @@ Invariant: every placeholder among the tokens stands for one feature vector of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -82,6 +82,8 @@ class Processor:
         self._model = model
         self._config = config
         self._whole = whole
+        self.on_read: Callable[[MediaRef, bytes | list[bytes]], None] | None = None
+        """Gets each medium as it came, once it could be decoded."""
         tokenizer = library.tokenizer
         names = [f"{kind}_token" for kind in _KINDS]
         names += [f"{kind}_{end}_token" for kind in ("vision", "audio") for end in ("start", "end", "bos", "eos")]
@@ -226,10 +228,13 @@ class Processor:
         config = self._config
         for index, ref in enumerate(refs):
             fit = self._fit(refs[: index + 1], decoded, room)
+            source: bytes | list[bytes]
             if ref.kind == "image":
-                decoded.images.append(decode.image(fetch.read(ref, config), config, str(ref), fit=fit))
+                source = fetch.read(ref, config)
+                decoded.images.append(decode.image(source, config, str(ref), fit=fit))
             elif ref.kind == "audio":
-                sound = decode.audio(fetch.read(ref, config), config, str(ref))
+                source = fetch.read(ref, config)
+                sound = decode.audio(source, config, str(ref))
                 decoded.sounds.append(self._long_enough(sound, ref))
                 decoded.video_of_sound.append(None)
             else:
@@ -240,6 +245,8 @@ class Processor:
                     decoded.sounds.append(self._long_enough(video.sound, ref))
                     decoded.video_of_sound.append(len(decoded.videos))
                 decoded.videos.append(video)
+            if self.on_read is not None:
+                self.on_read(ref, source)
         return decoded
 
     def _fit(self, refs: Sequence[MediaRef], before: _Decoded, room: _Room) -> decode.Fit:

@@ -30,6 +30,9 @@ class SamplesConfig(Section):
     failed is not kept."""
     max_bytes: int = Field(16 << 30, ge=1 << 20)
     """Of all files, over all ranks. The oldest steps make room."""
+    media_bytes: int = Field(4 << 30, ge=0)
+    """Of the images, sounds and videos of kept samples as they came, once each, for the dashboard; 0 keeps none. Those that no
+    sample had for the longest time make room."""
     text_bytes: int = Field(8 << 10, ge=1 << 10, le=1 << 20)
     """The most that a sample's words take: its prompt as text, label, and reward details. Longer ones are cut."""
 

@@ -28,6 +28,7 @@ from rondo.models.media.inputs import MediaInputs
 from rondo.models.media.refs import MediaRef
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.opening import folder_of
+from rondo.roles.data.originals import Originals
 from rondo.roles.data.prompts import check_length, messages_of, template_args
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.processes.pool import Pool, PoolStats
@@ -69,11 +70,14 @@ def preparer(path: str, config: MediaConfig) -> Callable[[Row, DataConfig, int, 
 class MediaPool:
     """`config.num_workers` processes with the processor of the model at `path`. For one event loop, on the main thread."""
 
-    def __init__(self, path: str, config: MediaConfig, *, load_deadline_s: float) -> None:
+    def __init__(
+        self, path: str, config: MediaConfig, *, load_deadline_s: float, originals: tuple[Path, int] | None = None
+    ) -> None:
+        """originals: (run directory, most bytes) where those of kept samples go."""
         self._config = config
         self._pool = Pool(
             "rondo.roles.data.media:open_processor",
-            {"path": path, "limits": config.limits()},
+            {"path": path, "limits": config.limits(), "originals": originals and [str(originals[0]), originals[1]]},
             work="media processor",
             source="media processor",
             num_workers=config.num_workers,
@@ -84,14 +88,21 @@ class MediaPool:
         )
 
     async def prepare(
-        self, row: Row, data: DataConfig, max_tokens: int, *, setting: str = "rollout.max_prompt_tokens"
+        self,
+        row: Row,
+        data: DataConfig,
+        max_tokens: int,
+        *,
+        setting: str = "rollout.max_prompt_tokens",
+        keep: tuple[int, int] | None = None,
     ) -> Prepared:
-        """The prompt of `row`, whose settings are `data`, as engine and trainer take it; also one of text alone.
+        """The prompt of `row`, whose settings are `data`, as engine and trainer take it; also one of text alone. keep: the (step,
+        prompt group) for which its media are kept as they came.
 
         RowError for a row that cannot be used, also when it took longer than `media.deadline_s` or ended its worker twice;
         `setting` names what limits the tokens. Closed after the pool's end, ConfigError when it can have no workers.
         """
-        item = {"messages": messages_of(row, data), "template_args": template_args(row, data)}
+        item = {"messages": messages_of(row, data), "template_args": template_args(row, data), "keep": keep}
         try:
             tokens, media = await self._made(item, row.media, data.of(row.source))
         except (TypeError, MediaError) as error:
@@ -132,18 +143,27 @@ class MediaPool:
         await self.close()
 
 
-def open_processor(path: str, limits: Mapping[str, Any]) -> Callable[[dict[str, Any]], list[Any]]:
+def open_processor(
+    path: str, limits: Mapping[str, Any], originals: Sequence[Any] | None = None
+) -> Callable[[dict[str, Any]], list[Any]]:
     """What a worker of `MediaPool` runs: an item to [tokens, key of the media or None, arrays by name]."""
     from rondo.models.media.processor import Processor
 
     processor = Processor.load(path, MediaConfig(**limits))
+    kept = None if originals is None else Originals(Path(originals[0]), originals[1])
 
     def prepare(item: dict[str, Any]) -> list[Any]:
         refs = [MediaRef(*fields) for fields in item["media"]]
+        named = list[tuple[str, list[str]]]()
+        place: Sequence[int] = item.get("keep") or ()
+        if kept is not None:
+            processor.on_read = (lambda ref, data: named.append((ref.kind, kept.put(data)))) if place else None
         if "text" in item:
             made = processor.behind(item["text"], refs, item["room_bytes"])
         else:
             made = processor.prepare(item["messages"], refs, **item["template_args"])
+        if kept is not None and named:
+            kept.keep(place[0], place[1], named)
         if made.media is None:
             return [made.tokens, None, {}]
         return [made.tokens, made.media.key, dict(made.media.arrays)]

@@ -112,7 +112,8 @@ class PromptGroups:
         at = self.order.locate(lease.position).row if lease.row is None else lease.row
         row = await asyncio.to_thread(self.rows.row, at)
         with self.progress.preparing(key):
-            prompt, media = await self.prepare(row, config.data)
+            kept = config.samples.keep and config.samples.keeps(lease.group)
+            prompt, media = await self.prepare(row, config.data, (lease.step, lease.group) if kept else None)
         if self.teaching is not None:
             self.teaching.whose(row)  # a row without one is told before anything is sampled
         if media is not None and not lease.has_media:
@@ -180,7 +181,9 @@ class PromptGroups:
             return "failed", f"rollout.keep must decide of each prompt group, got: {error}"
         return None if keeps else ("filtered", "rollout.keep said no")
 
-    async def prepare(self, row: Row, data: DataConfig) -> tuple[np.ndarray, MediaInputs | None]:
+    async def prepare(
+        self, row: Row, data: DataConfig, keep: tuple[int, int] | None = None
+    ) -> tuple[np.ndarray, MediaInputs | None]:
         """The prompt's tokens, int32 [T], and what its media became. RowError for a row that cannot be used."""
         most = self.job.config.rollout.max_prompt_tokens
         if not row.media:
@@ -188,7 +191,7 @@ class PromptGroups:
                 return await asyncio.to_thread(render_prompt, self.tokenizer, row, data, most), None
         if self.media is None:
             raise without_media_section(row)
-        return await self.media.prepare(row, data, most)
+        return await self.media.prepare(row, data, most, keep=keep)
 
     def _request(
         self, lease: Lease, number: int, prompt: np.ndarray, media: MediaInputs | None, params: SamplingParams

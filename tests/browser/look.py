@@ -19,7 +19,8 @@ SEEN = """() => {
   const wide = [...document.querySelectorAll("body *")].filter((each) => each.getBoundingClientRect().right > innerWidth + 1
     && !each.closest(".wide, pre, nav, .events, .uplot, .entry, .skip")).map((each) => `${each.tagName}.${each.className}`);
   const charts = [...document.querySelectorAll(".chart, .spark")];
-  return { text, title: document.title, wide: wide.slice(0, 5), scripts: main.querySelectorAll("script, img, iframe").length,
+  return { text, title: document.title, wide: wide.slice(0, 5),
+    scripts: main.querySelectorAll("script, img:not(.media img), iframe").length,
     overflow: document.documentElement.scrollWidth - innerWidth, trouble: document.querySelector("#trouble").innerText,
     charts: charts.length, blank: charts.filter((each) => !each.innerText.trim() || each.offsetWidth < 100).length };
 }"""
@@ -53,7 +54,12 @@ def main(browser_path: str, address: str, folder: str) -> None:
             page = context.new_page()
             page.on("console", lambda message: told["console"].append(f"{message.type}: {message.text}"))
             page.on("pageerror", lambda error: told["console"].append(str(error)))
-            page.on("request", lambda request: request.url.startswith(root) or told["elsewhere"].append(request.url))
+            page.on(
+                "request",
+                lambda request: (
+                    request.url.removeprefix("blob:").startswith(root) or told["elsewhere"].append(request.url)
+                ),
+            )
             page.goto(address)
             for view in VIEWS:
                 told["views"][f"{look} {view}"] = see(page, root, view)
@@ -81,7 +87,23 @@ def tokens(page: Page, root: str, folder: str) -> dict[str, Any]:
     dim, num = page.locator(".tokens .dim").count(), page.locator(".kept .entry").count()
     title = "owned" if "owned" in page.title() else "not owned"
     text = page.locator(".tokens").text_content()
-    return {"colours": colours, "dim": dim, "samples": num, "title": title, "text": text}
+    return {"colours": colours, "dim": dim, "samples": num, "title": title, "text": text, "media": media(page, folder)}
+
+
+def media(page: Page, folder: str) -> dict[str, Any]:
+    """What of a prompt can be seen and heard: how wide its pictures are, how long its sounds, and what is said of others."""
+    page.locator(".media button").click()
+    for kind in ("img", "audio"):
+        page.locator(f".media {kind}").wait_for()
+    wide = page.evaluate(
+        "Promise.all([...document.querySelectorAll('.media img')].map(e => e.decode().then(() => e.naturalWidth)))"
+    )
+    long = page.evaluate(
+        "Promise.all([...document.querySelectorAll('.media audio')].map(e => e.duration || new Promise("
+        "done => e.addEventListener('loadedmetadata', () => done(e.duration)))))"
+    )
+    page.locator(".media").screenshot(path=f"{folder}/media.png")
+    return {"wide": wide, "long": long, "said": page.locator(".media .empty").all_text_contents()}
 
 
 def keys(page: Page) -> list[str]:

@@ -4,17 +4,21 @@ which `make test-browser` brings, and a Chromium."""
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import shutil
+import wave
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from rondo.launch.dashboard.server import Dashboard
 from rondo.launch.rundir import RunDir
+from rondo.roles.data.originals import Originals
 from rondo.runtime.actors.broadcast import Broadcast
 from rondo.runtime.admin.endpoint import AdminServer
 from rondo.runtime.admin.server import bind
@@ -104,6 +108,17 @@ async def test_every_view_of_a_live_and_a_finished_run_in_a_browser(tmp_path: Pa
         bytes_for_tokens(run.path)
         kept = {"It is \u00e9leven, I think.": 1.0, HOSTILE[:3000]: None, "Twelve.": 0.0}
         trained(run.path, 0, 1, kept, prompt=HOSTILE[:300])
+        media, picture, sound = Originals(run.path, 1 << 20), io.BytesIO(), io.BytesIO()
+        Image.new("RGB", (40, 30), "teal").save(picture, "PNG")
+        with wave.open(sound, "wb") as file:
+            file.setparams((1, 2, 8000, 0, "NONE", ""))
+            file.writeframes(bytes(8000))
+        of_prompt = (
+            ("image", picture.getvalue()),
+            ("audio", sound.getvalue()),
+            ("image", f"<svg>{HOSTILE}</svg>".encode()),
+        )
+        media.keep(0, 1, [(kind, media.put(data)) for kind, data in of_prompt])
         shutil.copy(finished / "events.jsonl", run.path)
         shutil.copytree(finished / "timeline", run.path / "timeline")
         shutil.copytree(finished / "logs", run.path / "logs", dirs_exist_ok=True)
@@ -143,6 +158,9 @@ async def test_every_view_of_a_live_and_a_finished_run_in_a_browser(tmp_path: Pa
     assert "call next_rounds" in light["health"] and "1 MiB" in light["bus"]
     tokens = told["tokens"]
     assert tokens["text"].endswith("It is \u00e9leven, I think.") and HOSTILE[:60] in tokens["text"]
+    assert (tokens["media"]["wide"], tokens["media"]["long"]) == ([40], [0.5])
+    (said,) = tokens["media"]["said"]
+    assert said.startswith("image: a medium must be of a form that browsers show, got b'<svg>")
     assert (tokens["samples"], tokens["dim"], tokens["title"]) == (3, 300 + len("\u202e") * 2 + 1, "not owned")
     assert len(tokens["colours"]) == 4 and all(
         each >= least for each, least in zip(tokens["colours"], (5, 2, 2, 1), strict=True)

@@ -181,7 +181,7 @@ class Groups(PromptGroups):
         )  # fmt: skip
         self.asked = list[str]()
 
-    async def prepare(self, row: Row, data: Any) -> tuple[np.ndarray, None]:
+    async def prepare(self, row: Row, data: Any, keep: Any = None) -> tuple[np.ndarray, None]:
         return PROMPT, None
 
     def params(self, temperature: float) -> SamplingParams:

@@ -54,8 +54,8 @@ export const token = {
   set: (value) => sessionStorage.setItem("rondo-token", value),
 };
 
-// The answer's JSON; Failed with the words of one that is no success, or that nobody answers. `sent`: a body, of a POST.
-export async function ask(path, query = {}, sent = undefined) {
+// The answer's JSON, or its bytes; Failed with the words of one that is no success, or that nobody answers. `sent`: a body, of a POST.
+export async function ask(path, query = {}, sent = undefined, bytes = false) {
   const search = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== ""));
   const headers = token.get() ? { Authorization: `Bearer ${token.get()}` } : {};
   let answer;
@@ -65,12 +65,13 @@ export async function ask(path, query = {}, sent = undefined) {
   } catch {
     throw new Failed(0, "The dashboard does not answer. Start it again with `rondo view`.");
   }
+  if (bytes && answer.ok) return answer.blob();
   const told = await answer.json().catch(() => ({}));
   if (!answer.ok) throw new Failed(answer.status, told.error?.message ?? `${answer.status} ${answer.statusText}`);
   return told;
 }
 
-export const of = (run, path, query, sent) => ask(`runs/${encodeURIComponent(run)}${path}`, query, sent);
+export const of = (run, path, query, sent, bytes) => ask(`runs/${encodeURIComponent(run)}${path}`, query, sent, bytes);
 
 export function table(heads, rows, attributes = {}) {
   const head = el("tr", {}, heads.map((each) => el("th", { scope: "col" }, each)));

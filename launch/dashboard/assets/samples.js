@@ -1,6 +1,6 @@
 // Samples: prompts and answers as text, found by step, reward and words; one of them whole, with its prompt group beside it.
 
-import { card, clock, el, empty, field, number, of, percent, printable, select } from "./dom.js";
+import { bytes, card, clock, el, empty, field, number, of, percent, printable, select } from "./dom.js";
 
 const text = (value) => (typeof value === "string" ? value : value === null || value === undefined ? "" : JSON.stringify(value, null, 2));
 // A turn's words; of one in parts those of each, and of media their kind.
@@ -52,7 +52,9 @@ export async function samples(place, state) {
     const { step, line } = told.sample;
     if (step === null || line.group === undefined) return;
     const kept = await of(run.id, "/tokens", { step, group: line.group });
-    if (made.parentNode === whole && (kept.rows.length || kept.why)) made.append(tokens(kept, line.sample ?? 0, state));
+    if (made.parentNode !== whole) return;
+    if (kept.media.length) made.append(media(run, kept));
+    if (kept.rows.length || kept.why) made.append(tokens(kept, line.sample ?? 0, state));
   }
   const chosen = state.get("row") ?? found.rows[0]?.row;
   if (chosen !== undefined && chosen !== null) await open(Number(chosen));
@@ -112,6 +114,30 @@ function tokens({ rows, why }, sample, state) {
   return el("section", { class: "kept" }, el("h3", {}, "Tokens, as they were trained"),
     field("Coloured by", select(COLOURS, by, (value) => { by = value; state.set({ colour: value }, false, "samples"); show(); })), buttons, about, text,
     el("p", { class: "quiet" }, "Grey: not trained (the prompt, and what an environment said). Log-prob: red is unlikely, at -5 or less full. Advantage: green above zero, red below, against the largest of the group."));
+}
+
+// What a policy saw and heard: small pictures at once, the rest when it is asked for. Addresses of those shown before are given up.
+let given = [];
+function media(run, { media, num_media }) {
+  given.splice(0).forEach((url) => URL.revokeObjectURL(url));
+  const show = async ({ kind, name }, place) => {
+    try {
+      const found = await of(run.id, "/media", { name }, undefined, true), form = found.type.split("/")[0], src = URL.createObjectURL(found);
+      given.push(src);
+      const words = `${kind}, ${bytes(found.size)}`, shown = form === "image" ? el("img", { src, alt: words, title: words }) : el(form === "audio" ? "audio" : "video", { src, controls: true, title: words });
+      shown.addEventListener("error", () => place.replaceChildren(empty(`${words}, which this browser cannot show.`)));
+      place.replaceChildren(shown);
+    } catch (error) { place.replaceChildren(empty(error.message)); }
+  };
+  const places = media.map((each, at) => {
+    const place = el("div", { class: "medium" });
+    if (each.why) place.append(empty(`${each.kind}: ${each.why}`));
+    else if (each.kind === "image" && at < 8 && each.bytes < 4 << 20) show(each, place);
+    else place.append(el("button", { type: "button", onclick: () => show(each, place) }, `${each.kind === "image" ? "Show" : "Play"} ${each.kind}, ${bytes(each.bytes)}`));
+    return place;
+  });
+  const more = num_media > media.length ? el("p", { class: "quiet" }, `${number(num_media - media.length)} more are not shown.`) : null;
+  return el("section", {}, el("h3", {}, "Media of the prompt"), el("div", { class: "media" }, places), more);
 }
 
 function token(row, piece, at, by, most) {

@@ -4,6 +4,7 @@ whom."""
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -17,12 +18,15 @@ from typing import Any
 
 import aiohttp
 import pytest
+from PIL import Image
 from yarl import URL
 
 from rondo.launch.cli import main
 from rondo.launch.dashboard import behind, memory
+from rondo.launch.dashboard import media as media_module
 from rondo.launch.dashboard.server import ASSETS, NICE, Dashboard
 from rondo.launch.rundir import RunDir
+from rondo.roles.data.originals import FOLDER, Originals
 from rondo.runtime.admin.endpoint import AdminServer
 from rondo.runtime.admin.server import bind
 from rondo.runtime.config import AdminConfig
@@ -37,11 +41,11 @@ class Page:
     """Asks as the page does."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession) -> None:
-        self.url, self._session = url, session
+        self.url, self.session = url, session
 
     async def ask(self, path: str, token: str | None = TOKEN, **query: Any) -> tuple[int, Any]:
         headers = {} if token is None else {"Authorization": f"Bearer {token}"}
-        async with self._session.get(self.url + path, params=query, headers=headers) as answer:
+        async with self.session.get(self.url + path, params=query, headers=headers) as answer:
             return (
                 answer.status,
                 await answer.json() if answer.content_type == "application/json" else await answer.text(),
@@ -53,7 +57,7 @@ class Page:
         return told
 
     async def headers(self, path: str) -> Any:
-        async with self._session.get(self.url + path) as answer:
+        async with self.session.get(self.url + path) as answer:
             return answer.headers
 
 
@@ -173,6 +177,42 @@ async def test_a_hostile_sample_is_cut_in_the_list_and_whole_beside_it(tmp_path:
         (row,) = (await demo.of("/samples", failed="true"))["rows"]
         assert row["line"]["response"].startswith(HOSTILE[:2000]) and len(row["line"]["response"]) < 2100
         assert (await demo.of("/group", row=row["row"]))["sample"]["line"]["response"] == HOSTILE
+
+
+async def test_media_are_given_as_what_they_are_and_what_could_hurt_a_page_is_not(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    kept, picture, huge = Originals(run, 1 << 30), io.BytesIO(), io.BytesIO()
+    Image.new("RGB", (3, 2)).save(picture, "PNG")
+    Image.new("1", (8192, 8192)).save(huge, "PNG")
+    script = b"<svg xmlns='http://www.w3.org/2000/svg'><script>1</script></svg>"
+    media = [picture.getvalue(), script, huge.getvalue(), b"RIFF\0\0\0\0WAVEfmt ", picture.getvalue()[:20]]
+    names = [kept.put(each)[0] for each in media]
+    kept.keep(3, 7, [("image", [*names, "0" * 32])])
+    os.truncate(run / FOLDER / kept.put(b"\x89PNG\r\n\x1a\n")[0], media_module.MOST_BYTES + 1)
+    names += kept.put(b"\x89PNG\r\n\x1a\n")
+    async with page(run) as demo:
+        told = await demo.of("/tokens", step=3, group=7)
+        assert [each["bytes"] for each in told["media"]] == [*map(len, media), None]
+        assert [bool(each["why"]) for each in told["media"]] == [False, True, True, False, False, True]
+        assert (await demo.ask("/api/runs/demo/media", name=names[0], token=None))[0] == 401
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        for name, form in ((names[0], "image/png"), (names[3], "audio/wav"), (names[4], "image/png")):
+            async with demo.session.get(
+                f"{demo.url}/api/runs/demo/media", params={"name": name}, headers=headers
+            ) as answer:
+                assert (answer.status, answer.content_type) == (200, form)
+                assert await answer.read() == media[names.index(name)]
+                assert answer.headers["Content-Security-Policy"] == "default-src 'none'; sandbox"
+                assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        for name, words in (
+            (names[1], "must be of a form that browsers show, got b'<svg xml' and so on."),
+            (names[2], "must have at most 33554432 pixels to be shown, got 67108864 or more."),
+            (names[5], "must have at most 67108864 bytes to be shown, got 67108865."),
+            ("0" * 32, "must be there to be shown, got No such file or directory."),
+            ("../../config.resolved.json", "name"),
+        ):
+            status, told = await demo.ask("/api/runs/demo/media", name=name)
+            assert status == 400 and words in told["error"]["message"], told
 
 
 @pytest.mark.parametrize(

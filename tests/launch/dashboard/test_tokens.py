@@ -24,7 +24,8 @@ def test_a_prompt_group_is_told_token_by_token_with_the_rewards_of_its_samples(t
     assert "".join(second["texts"]).startswith("what?" + HOSTILE[:50])
     assert len(second["texts"]) - 5 == tokens.MOST == len(second["mask"])
     assert second["num_left_out"] == len(HOSTILE[:9000].encode()) - tokens.MOST
-    assert Tokens(tmp_path).group(3, 8) == {"rows": [], "why": ""} == Tokens(tmp_path / "none").group(0, 0)
+    nothing = {"rows": [], "why": "", "media": [], "num_media": 0}
+    assert Tokens(tmp_path).group(3, 8) == nothing == Tokens(tmp_path / "none").group(0, 0)
 
 
 def test_tokens_without_a_tokenizer_are_numbers_and_without_pyarrow_it_is_said(

@@ -20,6 +20,7 @@ from rondo.models.tiny import qwen3_vl
 from rondo.roles.config import DataConfig
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.media import MediaPool, located, preparer
+from rondo.roles.data.originals import FOLDER, of_group
 from rondo.runtime.errors import Closed, ConfigError
 
 HANGING = (
@@ -62,7 +63,7 @@ def asking(**template_args: Any) -> DataConfig:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(model: str) -> AsyncIterator[MediaPool]:
     """A worker takes seconds to import what it needs, so tests that leave it alive share one."""
-    async with MediaPool(model, LIMITS, load_deadline_s=600) as shared:
+    async with MediaPool(model, LIMITS, load_deadline_s=600, originals=(Path(model), 1 << 20)) as shared:
         yield shared
         assert shared.stats().num_restarts == 0
 
@@ -81,6 +82,13 @@ async def test_a_worker_prepares_what_this_process_would(model: str, pool: Media
         for name, array in media.arrays.items():
             assert array.dtype == expected.arrays[name].dtype
             np.testing.assert_array_equal(array, expected.arrays[name])
+    assert not (Path(model) / FOLDER).exists()  # nothing is kept of what nobody asked to keep
+    for group, source in ((5, uri), (6, str(tmp_path / "a.png"))):
+        _, media = await pool.prepare(row(source), DATA, 512, keep=(3, group))
+        assert media is not None and media.key == expected.key
+        (told,) = of_group(Path(model), 3, group)
+        assert told["kind"] == "image" and (Path(model) / FOLDER / told["name"]).read_bytes() == png()
+    assert len(list((Path(model) / FOLDER).iterdir())) == 2  # one picture, and what says whose it is
 
 
 @pytest.mark.asyncio(loop_scope="module")
