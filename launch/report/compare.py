@@ -18,6 +18,7 @@ from typing import Any
 import orjson
 
 from rondo.launch.manifest import gathered, parted
+from rondo.launch.progress import at_work
 from rondo.launch.report.diff import first_difference, show_diff
 from rondo.launch.report.records import step_records
 from rondo.launch.report.summary import read
@@ -136,7 +137,8 @@ def show(first: Path, second: Path, *, ids_only: bool = False, as_json: bool = F
     first, second = existing_run(first), existing_run(second)
     if ids_only:
         return show_diff(first, second, ids_only=True)
-    found = compare(first, second)
+    with at_work(f"compares {first.name} and {second.name}"):
+        found = compare(first, second)
     if as_json:
         sys.stdout.buffer.write(
             orjson.dumps(asdict(found), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n"

@@ -19,6 +19,7 @@ from typing import Any
 
 import orjson
 
+from rondo.launch.progress import at_work
 from rondo.launch.report.death import ended
 from rondo.launch.report.death import lines as death_lines
 from rondo.launch.report.steps import Step, read_steps
@@ -413,16 +414,18 @@ def show(path: Path, steps: str | None = None, *, as_json: bool = False) -> int:
     timeline, or has not trained a step yet."""
     run = existing_run(path)
     first, last = parse_steps(steps)
-    death = ended(run) if steps is None else None
+    with at_work(f"looks for what ended {run.name}"):
+        death = ended(run) if steps is None else None
     if death is not None and not as_json:
         print("\n".join(death_lines(run.name, death)))
-    try:
-        spans, figures = read_run(run)
-    except ConfigError:
-        if death is None:
-            raise
-        spans, figures = [], []
-    told = read_steps(run, spans)
+    with at_work(f"reads what {run.name} did"):
+        try:
+            spans, figures = read_run(run)
+        except ConfigError:
+            if death is None:
+                raise
+            spans, figures = [], []
+        told = read_steps(run, spans)
     if death is not None and not told:  # nothing went on for long enough to be judged
         if as_json:
             sys.stdout.buffer.write(orjson.dumps({"ended": asdict(death)}, option=orjson.OPT_INDENT_2) + b"\n")

@@ -20,6 +20,7 @@ from typing import Any
 
 import orjson
 
+from rondo.launch.progress import at_work
 from rondo.launch.rundir import existing_run
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.records.record import read_lines
@@ -287,13 +288,14 @@ def newest_steps(spans: Sequence[SpanRecord], num_steps: int) -> tuple[int | Non
 def export(path: Path, out: Path | None, steps: str | None) -> int:
     """`rondo timeline RUN`: writes the trace and says where. ConfigError when there is nothing to write, or nowhere."""
     run, chosen = existing_run(path), parse_steps(steps)
-    spans, figures = read_run(run)
-    spans = spans_of_steps(spans, *chosen)
     out = run / "trace.json" if out is None else out
-    try:
-        out.write_bytes(orjson.dumps(chrome_trace(spans, figures)))
-    except OSError as error:
-        raise ConfigError(f"--out must be a file to write, got {out}: {error.strerror}. Choose another") from error
+    with at_work(f"writes what {run.name} did"):
+        spans, figures = read_run(run)
+        spans = spans_of_steps(spans, *chosen)
+        try:
+            out.write_bytes(orjson.dumps(chrome_trace(spans, figures)))
+        except OSError as error:
+            raise ConfigError(f"--out must be a file to write, got {out}: {error.strerror}. Choose another") from error
     num_processes = len({span.process for span in spans})
     print(f"{out}: {len(spans)} spans of {num_processes} processes. Open it in {_SHOWN_AT}")
     return 0
