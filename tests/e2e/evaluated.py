@@ -68,7 +68,7 @@ config = RunConfig(
     ),
     reward=RewardConfig(function=moody, deadline_s=3.0),
     rollout=RolloutConfig(
-        prompts_per_step=4, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=100, num_slots=2,
+        prompts_per_step=4, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=48, num_slots=2,
         on_new_weights="interrupt", max_interruptions=1, mask_old_tokens=True,
         stop=("ab",), keep=decides, mask_truncated=True,
     ),

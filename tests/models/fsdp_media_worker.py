@@ -1,10 +1,9 @@
-"""What torchrun starts for test_fsdp_media.py, with OUT FOLDERS: two ranks see different modalities; writes what they saw."""
+"""What test_fsdp_media.py starts with OUT FOLDERS: two ranks see different modalities; writes what they saw."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -26,6 +25,7 @@ from rondo.models.parts import freeze
 from rondo.models.state import load_training_state, training_state
 from tests.models.builders import full_tensors
 from tests.models.multimodal import CASES, LR, Case, long_prompt, train_step, whole_gradients
+from tests.models.ranks import fork
 
 warnings.filterwarnings("error", message=".*returned a view tensor")  # an in-place op on it would lose FSDP2's hook
 OUT, FOLDERS = Path(sys.argv[1]), Path(sys.argv[2])
@@ -122,14 +122,10 @@ def kept(case: Case, model: Any, packing: Packing, optimizer: torch.optim.Optimi
     return {"snapshot": everywhere(same(second)), "checkpoint": everywhere(same(third)), "next": first[0]}
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+def on_two() -> None:
     facts = {case.name: trained(case) for case in CASES}
     if dist.get_rank() == 0:
         (OUT / "facts.json").write_text(json.dumps(facts))
-    # gloo's thread frees the last collective's tensors when it comes to it; in a finalizing interpreter that aborts.
-    os._exit(0)
 
 
-main()
+fork(2, on_two, OUT)

@@ -32,10 +32,8 @@ class Run:
         self.out = folder / "out"
         self.out.mkdir()
         self.folders = {family: folder_of(folder, family) for family in dict.fromkeys(case.family for case in CASES)}
-        command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--log-dir", str(folder),
-            str(Path(__file__).with_name("fsdp_media_worker.py")), str(self.out), str(folder),
-        ]  # fmt: skip
+        worker = str(Path(__file__).with_name("fsdp_media_worker.py"))
+        command = [sys.executable, worker, str(self.out), str(folder)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
         assert done.returncode == 0, done.stderr[-20_000:]
