@@ -6,8 +6,9 @@ Files are made once in `--folder`, in shards: JSONL, and parquet in groups of 1,
 a process of its own: the first start, which makes the indexes of JSONL, and a later one, from opening to the first row; processor
 time of a row, read in the shuffled order (`w4`: by windows of four groups); memory that is the process's own (RssAnon), before
 opening, after, and after all reads. For `resume` a process prints each row that it takes, is killed by SIGKILL in the middle, and
-another goes on from its position: rows must be those of one that was left alone. Files lie in the page cache as they do. The
-last line is JSON.
+another goes on from its position: rows must be those of one that was left alone; and so for a whole `run`, all of whose processes
+are killed. Files lie in the page cache as they do. What was found lies in the folder too: what was stopped goes on. The last line
+is JSON.
 """
 
 from __future__ import annotations
@@ -22,28 +23,33 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.chaos_run import QUICKSTART, ChaosRun
+from benchmarks.runs import Cells, rondo, settings
 from rondo.roles.config import DataConfig
 from rondo.roles.data.cursor import Order
 from rondo.roles.data.datasets import open_dataset, windows_of
+from rondo.roles.training.trained_samples import steps_of
 
 SEED = 7
 _SHARDS = 8
 _BLOCK = 100_000
 _READ_S = 10.0
 _WORDS = 40
+_KILLED_BEHIND = 6
 
 
-def rows(first: int, count: int) -> Iterator[dict[str, str]]:
-    """Texts of forty words that differ from row to row, as long as the questions of GSM8K."""
+def rows(first: int, count: int) -> tuple[list[str], list[str]]:
+    """(questions, answers): texts of forty words that differ from row to row, as long as the questions of GSM8K."""
     pool = [f"word{number}" for number in range(997)]
     sentence = " ".join(pool[(31 * at) % 997] for at in range(997)) + " "
-    for number in range(first, first + count):
-        at = number * 7919 % 4000
-        yield {"question": f"{number}: {sentence[at : at + 6 * _WORDS]}", "answer": str(number % 1000)}
+    numbers = range(first, first + count)
+    begins = (number * 7919 % 4000 for number in numbers)
+    questions = [f"{number}: {sentence[at : at + 6 * _WORDS]}" for number, at in zip(numbers, begins, strict=True)]
+    return questions, [str(number % 1000) for number in numbers]
 
 
 def make(folder: Path, num_rows: int, group: int | None) -> None:
@@ -59,7 +65,8 @@ def make(folder: Path, num_rows: int, group: int | None) -> None:
         if group is None:
             with whole.open("w") as file:
                 for at in range(first, end, _BLOCK):
-                    file.writelines(json.dumps(row) + "\n" for row in rows(at, min(_BLOCK, end - at)))
+                    both = zip(*rows(at, min(_BLOCK, end - at)), strict=True)
+                    file.writelines(f'{{"question": "{asked}", "answer": "{answer}"}}\n' for asked, answer in both)
         else:
             import pyarrow
             import pyarrow.parquet
@@ -67,8 +74,8 @@ def make(folder: Path, num_rows: int, group: int | None) -> None:
             schema = pyarrow.schema({"question": "string", "answer": "string"})
             with pyarrow.parquet.ParquetWriter(whole, schema) as writer:
                 for at in range(first, end, max(group, _BLOCK)):
-                    table = pyarrow.Table.from_pylist(list(rows(at, min(max(group, _BLOCK), end - at))), schema)
-                    writer.write_table(table, row_group_size=group)
+                    columns = rows(at, min(max(group, _BLOCK), end - at))
+                    writer.write_table(pyarrow.Table.from_arrays(list(columns), schema=schema), row_group_size=group)
         whole.replace(path)
 
 
@@ -127,6 +134,34 @@ def taken(folder: Path, first: int, count: int, kill_at: int | None) -> list[str
     return lines
 
 
+def whole_run(data: Path, folder: Path, windows: int | None) -> dict[str, Any]:
+    """A run that reads this data set, killed with all of its processes and resumed from its checkpoint: whether each of its steps
+    trained the rows that it trains where nobody touches it."""
+    shutil.rmtree(folder, ignore_errors=True)
+    values = {
+        "num_steps": 12, "data.rows": "null", "data.path": data.resolve(), "data.prompt": "question", "data.label": "answer",
+        "data.shuffle_groups": windows or "null", "data.held_out": 0, "evaluation": "null", "sft": "null",
+        "rollout.prompts_per_step": 8, "rollout.samples_per_prompt": 2, "rollout.max_prompt_tokens": 320,
+        "rollout.max_new_tokens": 4, "rollout.num_slots": 16, "train.save_every": 4, "samples.keep": 1,
+    }  # fmt: skip
+    alone = folder / "alone"
+    rondo("train", str(QUICKSTART), *settings({**values, "run_dir": alone.resolve()}))
+    with ChaosRun(folder.resolve() / "killed", [f"{name}={value}" for name, value in values.items()]) as run:
+        killed_at = run.until(lambda line: line.kind == "step" and line.step >= _KILLED_BEHIND).step
+    rondo("resume", str(run.run_dir))
+    untouched, resumed = trained(alone / "quickstart"), trained(run.run_dir)
+    return {"steps": len(untouched), "killed_behind_step": killed_at, "saved_every": values["train.save_every"],
+            "rows": sum(map(len, untouched.values())), "equal": untouched == resumed}  # fmt: skip
+
+
+def trained(run_dir: Path) -> dict[int, list[str]]:
+    """Step -> the prompts of its samples."""
+    import pyarrow.parquet
+
+    tables = {step: pyarrow.parquet.read_table(paths, columns=["prompt"]) for step, paths in steps_of(run_dir).items()}
+    return {step: sorted(table.column("prompt").to_pylist()) for step, table in tables.items()}
+
+
 def elsewhere(folder: Path, windows: int | None, seconds: float) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.data", "--look", str(folder), str(windows or 0), str(seconds)]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
@@ -152,22 +187,31 @@ def main() -> None:
         return
     num_rows, seconds = (100_000, 1.0) if options.quick else (options.rows, options.seconds)
     top = options.folder / str(num_rows)
-    os.environ["XDG_CACHE_HOME"] = str((top / "cache").resolve())  # the first start is one
-    shutil.rmtree(top / "cache", ignore_errors=True)
+    cache, jsonl, cells = top / "cache", top / "jsonl", Cells(top / "cells.jsonl")
+    os.environ["XDG_CACHE_HOME"] = str(cache.resolve())
+
+    def found(name: str, measure: Callable[..., Any], *args: Any) -> Any:
+        return cells.made({"name": name}, lambda: {"it": measure(*args)})["it"]
+
+    def first(folder: Path) -> dict[str, Any]:
+        shutil.rmtree(cache, ignore_errors=True)
+        return elsewhere(folder, None, seconds)
+
     figures: dict[str, Any] = {"rows": num_rows}
-    make(top / "jsonl", num_rows, None)
-    figures["jsonl_first"] = elsewhere(top / "jsonl", None, seconds)
-    figures["jsonl"] = elsewhere(top / "jsonl", None, seconds)
-    figures["index_bytes"] = sum(path.stat().st_size for path in (top / "cache").rglob("*.index"))
-    figures["jsonl_bytes"] = sum(path.stat().st_size for path in (top / "jsonl").iterdir())
-    figures["resume_exact"] = {"jsonl": resumes(top / "jsonl")}
-    for group in (1_000, 10_000, 1_000_000):
-        folder = top / f"parquet_{group}"
-        make(folder, num_rows, group)
-        figures[f"parquet_{group}"] = elsewhere(folder, None, seconds)
+    make(jsonl, num_rows, None)
+    figures["jsonl_first"] = found("jsonl_first", first, jsonl)
+    figures["jsonl"] = found("jsonl", elsewhere, jsonl, None, seconds)
+    figures["index_bytes"] = sum(path.stat().st_size for path in cache.rglob("*.index"))
+    figures["jsonl_bytes"] = sum(path.stat().st_size for path in jsonl.iterdir())
+    figures["resume_exact"] = {"jsonl": found("jsonl resumes", resumes, jsonl)}
+    for group in (10_000, 1_000, 1_000_000):
+        name, windows = f"parquet_{group}", 4 if group < 1_000_000 else 2
+        make(top / name, num_rows, group)
+        figures[name] = found(name, elsewhere, top / name, None, seconds)
         if not options.quick:  # so few rows are held in memory, where there are no windows
-            figures[f"parquet_{group}_w4"] = elsewhere(folder, 4 if group < 1_000_000 else 2, seconds)
-    figures["resume_exact"]["parquet"] = resumes(top / "parquet_1000")
+            figures[f"{name}_w{windows}"] = found(f"{name}_w{windows}", elsewhere, top / name, windows, seconds)
+    figures["resume_exact"]["parquet"] = found("parquet resumes", resumes, top / "parquet_1000")
+    figures["run"] = found("run", whole_run, top / "parquet_10000", top / "runs", None if options.quick else 4)
     for name, each in figures.items():
         print(f"{name:22} {each}", flush=True)
     print(json.dumps(figures))

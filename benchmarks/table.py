@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -511,6 +512,32 @@ def _each(values: list[float]) -> str:
     return ", ".join(f"{value:.3f}" for value in values)
 
 
+def data(f: Figures) -> Iterator[Row]:
+    def told(name: str) -> str:
+        of = f[name]
+        held = " and ".join(f"{of[at] - of['before_mb']:.0f}" for at in ("opened_mb", "read_mb"))
+        return f"{of['start_s']:.2f} s, {of['ms_a_row']:.2f} ms, {held} MB"
+
+    parquet = sorted(
+        (name for name in f if name.startswith("parquet_")), key=lambda name: [int(n) for n in re.findall(r"\d+", name)]
+    )
+    yield (
+        f"{f['rows'] / 1e6:,.0f} million rows in JSONL ({f['jsonl_bytes'] / 1e9:.1f} GB), all shuffled, for the first time, "
+        "which makes the index, and later: seconds to the first row; processor time of a row; memory that opening and reading take",
+        f"{told('jsonl_first')}; {told('jsonl')}",
+    )
+    yield (
+        "the same in parquet, by rows of a group; `w`: groups that are shuffled at a time",
+        "; ".join(f"{name.removeprefix('parquet_').replace('_', ' ')}: {told(name)}" for name in parquet),
+    )
+    run, both = f["run"], f["resume_exact"]
+    yield (
+        f"a reader that is killed and goes on ({', '.join(both)}); a run killed behind step {run['killed_behind_step']} with "
+        f"all of its processes and resumed, over parquet by windows: rows of {run['steps']} steps that it trains otherwise",
+        f"{'the same rows' if all(both.values()) else 'other rows'}; {'none' if run['equal'] else 'some'} of {run['rows']}",
+    )
+
+
 def gsm8k(f: Figures) -> Iterator[Row]:
     def ends(name: str) -> str:
         """Of a third of the steps at either end, where a few samples are right."""
@@ -568,7 +595,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("experts", experts), ("experts_gap", experts), ("experts_memory", experts), ("staleness", staleness),
     ("algorithms", algorithms), ("lora", lora),
     ("lora_pretrained", functools.partial(lora, base="SmolLM2-135M-Instruct on sums of two numbers")),
-    ("pretrained", pretrained), ("gsm8k", gsm8k), ("recipes", recipes), ("distill", distill),
+    ("pretrained", pretrained), ("gsm8k", gsm8k), ("data", data), ("recipes", recipes), ("distill", distill),
     ("curriculum", curriculum),
 )  # fmt: skip
 
