@@ -523,7 +523,7 @@ def data(f: Figures) -> Iterator[Row]:
     )
     yield (
         f"{f['rows'] / 1e6:,.0f} million rows in JSONL ({f['jsonl_bytes'] / 1e9:.1f} GB), all shuffled, for the first time, "
-        "which makes the index, and later: seconds to the first row; processor time of a row; memory that opening and reading take",
+        "which makes the index, and later: seconds to the first row; processor time of a row; memory of opening and of reading",
         f"{told('jsonl_first')}; {told('jsonl')}",
     )
     yield (
