@@ -1,7 +1,9 @@
 """A run that trains adapters, whose engine computes without them, or keeps the first version for ever, or whose server skips what
 comes after the first; or all is as it should be, and roles are killed.
 
-    python -m tests.e2e.adapted FOLDER [deaf | stuck | skips | whole] [ROLE@STEP ...] [SETTING=VALUE ...]
+    python -m tests.e2e.adapted FOLDER [deaf | stuck | skips | whole | valued] [ROLE@STEP ...] [SETTING=VALUE ...]
+
+"valued" is whole, of PPO, whose critic has adapters, too.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from rondo.launch.plan import group_specs
 from rondo.launch.train import TrainOptions
 from rondo.models.config import LoraConfig, ModelConfig
 from rondo.models.lora import adapted
-from rondo.roles.config import DataConfig, RewardConfig, RolloutConfig, TrainConfig
+from rondo.roles.config import AlgorithmConfig, CriticConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
 from rondo.roles.engines.embedded.slots import SlotEngine
 from rondo.roles.engines.replica import Replica
 from rondo.roles.engines.sglang import adapters
@@ -106,9 +108,14 @@ def planted(spec: GroupSpec, role: str) -> GroupSpec:
 
 if __name__ == "__main__":
     folder, fault, *rest = sys.argv[1:]
-    config = override(config_of(Path(folder)), [text for text in rest if "=" in text])
+    config = config_of(Path(folder))
+    if fault == "valued":
+        critic = CriticConfig(lr=1e-2, lora=LoraConfig(rank=4))
+        own = {"groups": fully_async(critic_processes=2), "algorithm": AlgorithmConfig(name="ppo"), "critic": critic}
+        config = RunConfig.model_validate(dict(config) | own)
+    config = override(config, [text for text in rest if "=" in text])
     specs = group_specs(config)
-    if fault != "whole":
+    if fault not in ("whole", "valued"):
         specs = tuple(planted(spec, fault.title()) for spec in specs)
     kill = tuple((role, int(step)) for role, step in (text.split("@") for text in rest if "=" not in text))
     sys.exit(train.main(config, TrainOptions(Path(__file__), kill, plain=True), groups=specs))

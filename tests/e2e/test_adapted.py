@@ -37,12 +37,16 @@ def test_an_adapter_that_does_not_arrive_ends_the_run_with_what_it_is(
     assert left_behind(tmp_path) == []
 
 
-def test_a_killed_actor_and_a_killed_rollout_go_on_from_the_adapters_alone(tmp_path: Path) -> None:
-    ended = run(tmp_path, "whole", "actor@5", "rollout@11", "actor@17")
+@pytest.mark.parametrize(("run_of", "role"), [("whole", "rollout"), ("valued", "critic")])
+def test_a_killed_actor_and_another_role_that_is_killed_go_on_from_the_adapters_alone(
+    tmp_path: Path, run_of: str, role: str
+) -> None:
+    """The critic is of two processes, with adapters and a head of its own."""
+    ended = run(tmp_path, run_of, "actor@5", f"{role}@11", "actor@17")
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
-    assert summary["steps"] == NUM_STEPS and summary["restarts"] == {"actor": 2, "rollout": 1}
+    assert summary["steps"] == NUM_STEPS and summary["restarts"] == {"actor": 2, role: 1}
     assert summary["log_prob_gap"]["all"] < 1e-5
     events = [orjson.loads(line) for line in (ended.run_dir / "events.jsonl").read_bytes().splitlines()]
     assert {event["attempt"] for event in events if "attempt" in event} <= {0}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,14 @@ from transformers import AutoModelForSequenceClassification
 
 from rondo.launch.export import main as export
 from rondo.models.load import load_tokenizer
+from rondo.models.mesh import Mesh
 from rondo.models.packing import Packing
+from rondo.models.packing import Sequence as Packable
 from rondo.models.tiny import qwen3
 from rondo.roles.algorithms.preference import reward_sums
 from rondo.roles.config import DataConfig, JobConfig, RewardModelConfig
 from rondo.roles.data.datasets import RowError, row_of
+from rondo.roles.scorer import RewardModel
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.preference import Pair
 from rondo.roles.training.reward_model import RewardLoss, rewards_of
@@ -154,6 +158,15 @@ def test_a_job_learns_goes_on_to_the_same_bits_and_leaves_a_folder_that_transfor
     padded = tokenizer.pad({"input_ids": [side.tokens.tolist() for side in sides]}, return_tensors="pt")
     assert bool((padded["attention_mask"] == 0).any())
     assert {tuple(scores.config.architectures) for scores in folders[:2]} == {("Qwen3ForSequenceClassification",)}
+    # Its scorer, in whose settings the run of the policy names that folder.
+    judge = {"scorer": {"model": {"path": str(done / "hf"), "dtype": "float32"}, "max_prompt_tokens": 64}}
+    judging = JobConfig.model_validate(
+        {"name": "j", "num_steps": 1, "model": {"path": path}, "data": {"rows": "m:f"}, **judge}
+        | {"rollout": {"prompts_per_step": 1, "samples_per_prompt": 2, "max_prompt_tokens": 8, "max_new_tokens": 8}}
+    )
+    at: Any = SimpleNamespace(config=judging, judge_paths={"scorer": str(done / "hf")}, device="cpu")
+    answers = [Packable(side.tokens, 1) for side in sides]
+    assert RewardModel(at, Mesh()).score(answers) == pytest.approx(rewards.tolist(), abs=1e-5)
     for scores in folders:
         assert scores.config.num_labels == 1
         with torch.no_grad():
