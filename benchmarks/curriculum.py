@@ -1,6 +1,6 @@
 """What a curriculum and a mixture bring: steps of the quick start's task to equal reward, in data of which most teach nothing.
 
-    rondo bench curriculum [--names plain curriculum mixture dynamic dynamic_curriculum] [--seeds 0 1 2] [--steps 100]
+    rondo bench curriculum [--names plain curriculum mixture dynamic dynamic_curriculum] [--seeds 0 1 2] [--steps 80]
 
 The data are those of `examples/curriculum.py`: a third of the rows are to be sorted, a third have a wrong answer and a third an
 answer that is known already; where all rows teach, nothing can rest. `plain` takes them as one source, `curriculum` lets solved
@@ -8,7 +8,7 @@ and hopeless rows rest, `mixture` takes eight of ten prompts from those to sort;
 (`rollout.filter`), so that each step has as many that teach, and `dynamic_curriculum` does both.
 
 All are measured on the same 256 held-out prompts, which are to be sorted, every five steps: `steps_to` is the first of these
-from which two in a row have a mean of `--reward` (0.8), null where none do, and `groups_to` the prompt groups that were admitted
+from which two in a row have a mean of `--reward` (0.7), null where none do, and `groups_to` the prompt groups that were admitted
 until then, filtered ones among them. Runs are kept in `--folder`: what is there is not made again. The last line is JSON:
 {name: {"before": [reward, a seed each], "after": [..], "steps_to": [..], "groups_to": [..], "rested": [turns of rows]}}.
 """
@@ -72,8 +72,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--names", nargs="+", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--reward", type=float, default=0.8)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--reward", type=float, default=0.7)
     parser.add_argument("--folder", type=Path, default=Path("runs/bench_curriculum"), help="where cells are kept")
     options = parser.parse_args()
     cells, figures = Cells(options.folder / "cells.jsonl"), dict[str, Any]()

@@ -56,7 +56,7 @@ def exact_or_any(response: str, label: str, *, prompt: str, metadata: dict[str, 
 config = RunConfig(
     **{name: getattr(quick, name) for name in ("algorithm", "model", "rollout", "train", "sft")},
     name="curriculum",
-    num_steps=120,
+    num_steps=80,
     max_staleness=1,
     groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
     data=DataConfig(rows=mixed, filter=answered, curriculum=CurriculumConfig(rest_steps=40)),

@@ -57,6 +57,8 @@ from rondo.runtime.waits import totals
 from rondo.runtime.worker.context import WorkerContext
 
 _ENGINES_S = 2.0
+_FILTER_S = 120.0
+"""For rows that are looked at together: a second's, and the one that was begun."""
 
 
 class RolloutRole:
@@ -214,7 +216,7 @@ class RolloutRole:
             await self._job.bus.call("sources_from", position, every)
             return
         most = config.rollout.prompts_per_step + config.rollout.spare_groups
-        with self._ctx.span("look at rows", beside="leases"), self._ctx.work("look at rows", self._ctx.load_s):
+        with self._ctx.section("data.filter", _FILTER_S):
             found = await asyncio.to_thread(
                 next_rows, groups.rows, groups.order, source, number, most, filtered=config.data.filters
             )
