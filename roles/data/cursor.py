@@ -19,11 +19,8 @@ import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-
-from rondo.runtime.errors import ConfigError
 
 SHARE_OF = 10_000
 """In so many rows each source of a mixture has its share, to the row."""
@@ -209,25 +206,6 @@ class Cursor(Iterator[Place]):
         place = self.order.locate(self.position)
         self.position += 1
         return place
-
-    def state(self) -> dict[str, Any]:
-        """JSON values of constant size, enough for `restore`."""
-        order = self.order
-        return {"position": self.position, "num_rows": order.num_rows, "seed": order.seed, "shuffle": order.shuffle}
-
-    @classmethod
-    def restore(cls, order: Order, state: Mapping[str, Any]) -> Cursor:
-        """The cursor that `state` was taken from. ConfigError when data, seed or shuffling changed meanwhile.
-
-        The number of passes may change: a finished run can be continued with more of them.
-        """
-        for name in ("num_rows", "seed", "shuffle"):
-            if state[name] != getattr(order, name):
-                raise ConfigError(
-                    f"the data order's {name} must be that of the run being resumed, {state[name]}, "
-                    f"got {getattr(order, name)}. Rows would be repeated or left out: restore it, or start a new run"
-                )
-        return cls(order, state["position"])
 
 
 def held_out_rows(num_rows: int, num_held_out: int, seed: int) -> tuple[int, ...]:
