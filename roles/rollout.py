@@ -24,7 +24,7 @@ from rondo.models.load import load_tokenizer
 from rondo.roles.data.datasets import RowError, open_splits, train_order
 from rondo.roles.data.fingerprints import Fingerprints
 from rondo.roles.data.media import MediaPool
-from rondo.roles.data.next_rows import NUM_POSITIONS, next_rows
+from rondo.roles.data.next_rows import next_rows
 from rondo.roles.data.prompts import TooLong
 from rondo.roles.engines.calls import EngineCalls
 from rondo.roles.engines.dispatch.dispatcher import Dispatcher
@@ -208,19 +208,17 @@ class RolloutRole:
         for task in list(self._running.values()):
             task.cancel()
 
-    async def _look(self, position: int = 0, source: str | None = None, number: int = 0) -> None:
-        """Tells the coordinator which rows come next, of one source, or the sources from a position on."""
+    async def _look(self, position: int, numbers: dict[str, int]) -> None:
+        """Tells the coordinator of which sources the positions from this one on are, and which rows of its own come next."""
         groups, config = self._groups, self._job.config
-        if source is None:
-            every = [groups.order.source_at(each) for each in range(position, position + NUM_POSITIONS)]
-            await self._job.bus.call("sources_from", position, every)
-            return
-        most = config.rollout.prompts_per_step + config.rollout.spare_groups
+        order, most = groups.order, config.rollout.prompts_per_step + config.rollout.spare_groups
+        (source, number), *_ = sources = [order.source_at(each) for each in range(position, position + most)]
+        number = numbers.get(source, number)
         with self._ctx.section("data.filter", _FILTER_S):
             found = await asyncio.to_thread(
-                next_rows, groups.rows, groups.order, source, number, most, filtered=config.data.filters
+                next_rows, groups.rows, order, source, number, most, filtered=config.data.filters
             )
-        await self._job.bus.call("looked_at", source, number, found, groups.order.num_rows_of(source))
+        await self._job.bus.call("looked_at", position, sources, source, number, found, order.num_rows_of(source))
 
     def _room(self) -> int:
         """Prompt groups to ask for. Of samples at the engine one wave decodes and one waits; those that are whole, or elsewhere

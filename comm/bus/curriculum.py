@@ -53,9 +53,7 @@ class Curriculum:
 
     def forget(self, step: int) -> None:
         """Steps from this one on alone are asked of."""
-        end = self._end
-        for key in [key for key, told in self._of.items() if end(told[-1][0]) <= step]:
-            del self._of[key]
+        self._of = {key: told for key, told in self._of.items() if self._end(told[-1][0]) > step}
 
     def wake(self, step: int, source: str) -> None:
         """Of the rows of a source that rest at a step, the half that has rested longest does no more."""
@@ -65,11 +63,7 @@ class Curriculum:
 
     def why(self, step: int, source: str, row: int) -> str:
         """As what a row rests at a step, one of KINDS; "" while it is awake."""
-        at, kind = next(
-            ((at, kind) for at, _, kind in reversed(self._of.get((source, row), ())) if at < step - self._stale),
-            (0, ""),
-        )
-        return kind if step < self._end(at) else ""
+        return self._judgement(step, self._of.get((source, row), []))[1]
 
     def num_resting(self, step: int) -> dict[str, int]:
         return dict.fromkeys(KINDS, 0) | dict(Counter(kind for *_, kind in self._resting(step)))
@@ -82,10 +76,13 @@ class Curriculum:
         """The first step at which a row that was judged at one is awake again."""
         return judged + self._stale + self._rests.steps + 1
 
+    def _judgement(self, step: int, told: list[tuple[int, int, str]]) -> tuple[int, str]:
+        """(step, kind) of the newest judgement that counts at a step; "" for none."""
+        found = ((at, kind) for at, _, kind in reversed(told) if at < step - self._stale)
+        at, kind = next(found, (0, ""))
+        return at, kind if step < self._end(at) else ""
+
     def _resting(self, step: int) -> list[tuple[tuple[str, int], int, str]]:
         """(source and row, step of the judgement, kind) of those that rest at a step."""
-        found = []
-        for key, told in self._of.items():
-            if kind := self.why(step, *key):
-                found.append((key, max(at for at, *_ in told if at < step - self._stale), kind))
-        return found
+        every = ((key, *self._judgement(step, told)) for key, told in self._of.items())
+        return [each for each in every if each[2]]

@@ -32,7 +32,7 @@ class Leasing(Transitions):
         """Work for a rank of a rollout replica that works on `held` ([group, epoch] each); waits until there is some. One of:
 
         {"grants": [{group, epoch, step, position, row, ring, has_media, have: [[sample, reward, response], ...]}, ...]}
-        {"look": {"position"}} or {"look": {"source", "number"}}: tell first which rows come next (`lookahead.py`);
+        {"look": {"position", "numbers"}}: tell first which rows come next (`lookahead.py`);
         {"evaluate": {"label", "version", "part", "of"}}: sample these of the held-out prompts with exactly this version; with
         "parts", what was found of all of them: say what they are together;
         {"end": True}: the run needs nothing more, or nothing of this replica, which leaves and has put all that it was granted.
@@ -75,15 +75,12 @@ class Leasing(Transitions):
 
     @at_once
     def looked_at(
-        self, member: str, incarnation: int, source: str, number: int, rows: list[list[Any]], num_rows: int
-    ) -> None:
-        """The rows of a source from a number on, of so many in a pass: [row, why a filter leaves it out or ""]."""
-        self._lookahead.tell_rows(source, number, rows, num_rows)
-
-    @at_once
-    def sources_from(self, member: str, incarnation: int, position: int, sources: list[list[Any]]) -> None:
-        """The sources of the positions from this one on: [source, how many rows of it come before]."""
-        self._lookahead.tell_sources(position, sources)
+        self, member: str, incarnation: int, position: int, sources: list[list[Any]],
+        source: str, number: int, rows: list[list[Any]], num_rows: int,
+    ) -> None:  # fmt: skip
+        """The answer to a look: [source, how many rows of it come before] from a position on, and [row, why a filter leaves it
+        out or ""] of its source from a number on, of so many in a pass."""
+        self._lookahead.tell(position, sources, source, number, rows, num_rows)
 
     def _share(self, version: int) -> int:
         """The most prompt groups that one engine may have at once: its part of the steps that it may work for, so that who asks

@@ -3,8 +3,9 @@
 Owns what replicas have told of the rows that come next, and what follows for an admission. Does not own rows or filters (a
 replica is asked: `roles/data/next_rows.py`) or who rests (`curriculum.py`).
 
-    lease -> {"look": {"source": "gsm8k", "number": 12}}                a replica is asked for the rows from the 12th on
-    looked_at("gsm8k", 12, [[7, "too short"], [3, ""]], 7472)           and tells: row 7, which its filter leaves out, and row 3
+    lease -> {"look": {"position": 20, "numbers": {"gsm8k": 12}}}       a replica is asked for what comes next
+    looked_at(20, [["gsm8k", 15], ...], "gsm8k", 12, [[7, "too short"], [3, ""]], 7472)
+                                                                        and tells: row 7, which its filter leaves out, and row 3
     -> left out: rows up to number 13, for {"too short": 1}
        admit group 9 at position 20 with row 3 of gsm8k, its number 13
 
@@ -34,13 +35,13 @@ class Lookahead:
         self._rows: dict[str, dict[int, tuple[int, str]]] = {}  # source -> number -> row, and why it is left out
         self._num_rows: dict[str, int] = {}
 
-    def tell_sources(self, position: int, told: Sequence[Sequence[Any]]) -> None:
-        """The sources from a position on."""
-        self._sources = {position + i: (source, number) for i, (source, number) in enumerate(told)}
-
-    def tell_rows(self, source: str, number: int, told: Sequence[Sequence[Any]], num_rows: int) -> None:
-        """The rows of a source from a number on, of so many in a pass."""
-        self._rows[source] = {number + i: (row, why) for i, (row, why) in enumerate(told)}
+    def tell(
+        self, position: int, sources: Sequence[Sequence[Any]],
+        source: str, number: int, rows: Sequence[Sequence[Any]], num_rows: int,
+    ) -> None:  # fmt: skip
+        """The sources from a position on, and the rows of that position's from a number on, of so many in a pass."""
+        self._sources = {position + i: (of, at) for i, (of, at) in enumerate(sources)}
+        self._rows[source] = {number + i: (row, why) for i, (row, why) in enumerate(rows)}
         self._num_rows[source] = num_rows
 
     def plan(self, index: Index, admission: Event) -> list[Event]:
@@ -48,7 +49,7 @@ class Lookahead:
         where something is `wanted`."""
         self.wanted = None
         if (found := self._sources.get(admission["position"])) is None:
-            self.wanted = {"position": admission["position"]}
+            self.wanted = {"position": admission["position"], "numbers": index.numbers}
             return []
         source, step = found[0], admission["step"]
         told, number = self._rows.get(source, {}), index.numbers.get(*found)
@@ -68,5 +69,5 @@ class Lookahead:
             "filtered": dict(filtered), "rested": dict(rested), "num_rows": self._num_rows.get(source, 0),
         }  # fmt: skip
         if admitted is None:
-            self.wanted = {"source": source, "number": number}
+            self.wanted = {"position": admission["position"], "numbers": index.numbers | {source: number}}
         return ([left_out] if filtered or rested else []) + ([admitted] if admitted else [])

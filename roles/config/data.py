@@ -134,7 +134,7 @@ class DataConfig(Section):
     """A function from all rows as they lie (an iterable of dicts) to the rows to use; its result is kept in memory."""
     filter: FunctionRef | None = None
     """A function that says of each row, as it lies (a dict), before its turn comes, whether it is used: True, False, or text that
-    says why not. Reasons are counted; rows for evaluation are filtered as data are opened."""
+    says why not. Reasons are counted."""
     curriculum: CurriculumConfig | None = None
     """Prompts that are solved or hopeless rest for a while."""
     prompt: str = "prompt"

@@ -17,7 +17,6 @@ import itertools
 import logging
 import math
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -141,32 +140,6 @@ class Dataset:
         held_out = [self._indices[i] for i in drawn]
         return self._with(kept), self._with(held_out)
 
-    def used(self) -> Dataset:
-        """Those that filters leave, for which each row is read; one that cannot be used stays, and is told when its turn comes.
-        Fatal where none is left."""
-        if not self._filters:
-            return self
-        kept, reasons = [], Counter[str]()
-        for index in range(len(self)):
-            try:
-                self.row(index)
-            except Filtered as error:
-                reasons[error.reason] += 1
-                continue
-            except RowError:
-                pass
-            kept.append(self._indices[index])
-        if not kept and reasons:
-            raise Fatal(
-                f"{self._name}.filter must leave rows for evaluation, got none of {len(self)}; most often: "
-                f"{reasons.most_common(1)[0][0]}. Correct it, or hold more rows out"
-            )
-        return self._with(kept)
-
-    @property
-    def _filters(self) -> bool:
-        return self._filter is not None
-
     def first(self, num_rows: int) -> Dataset:
         """The first rows of this one."""
         return self._with(self._indices[:num_rows])
@@ -185,7 +158,7 @@ class MixedDataset(Dataset):
         given: Mapping[str, Mapping[str, Any]],
         indices: Sequence[int] | None = None,
     ) -> None:
-        self._parts, self._config, self._given, self._name = parts, config, given, "data"
+        self._parts, self._config, self._given = parts, config, given
         self._firsts = [0, *itertools.accumulate(map(len, parts.values()))]
         self._indices = range(self._firsts[-1]) if indices is None else indices
         self.left_out = [why for part in parts.values() for why in part.left_out]
@@ -227,10 +200,6 @@ class MixedDataset(Dataset):
         """Source -> which rows of these are of it. Rows that were held out are drawn: those are in no order of sources."""
         ends = [bisect.bisect_left(self._indices, first) for first in self._firsts]
         return {name: range(*ends[at : at + 2]) for at, name in enumerate(self._parts)}
-
-    @property
-    def _filters(self) -> bool:
-        return any(part._filters for part in self._parts.values())
 
     def _with(self, indices: Sequence[int]) -> Dataset:
         return MixedDataset(self._parts, self._config, self._given, indices)
@@ -345,10 +314,10 @@ def open_splits(job: JobConfig, fingerprints: Fingerprints | None = None) -> tup
     sets = {}
     for name, each in job.evaluation.named_sets().items():
         if each.data is None:
-            sets[name] = held_out.used().first(each.num_prompts)
+            sets[name] = held_out.first(each.num_prompts)
             continue
         section = f"evaluation.sets.{name}" if job.evaluation.sets else "evaluation"
-        found = open_dataset(each.data, f"{section}.data", fingerprints).used()
+        found = open_dataset(each.data, f"{section}.data", fingerprints)
         if len(found) < each.num_prompts:
             raise Fatal(
                 f"{section}.num_prompts must be at most the rows of {section}.data, {len(found)}, got {each.num_prompts}. "

@@ -14,8 +14,6 @@ from rondo.roles.data.cursor import Order
 from rondo.roles.data.datasets import RowError, Rows
 from rondo.roles.data.row_filters import Filtered
 
-NUM_POSITIONS = 1024
-"""Whose sources are told at once."""
 _NUM_ROWS = 256
 _LONGEST_S = 1.0
 """After which no further row is read."""

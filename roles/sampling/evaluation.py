@@ -35,6 +35,7 @@ from rondo.roles.config import DataConfig, EvalSet, JobConfig
 from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row, RowError, Rows
 from rondo.roles.data.media import located
+from rondo.roles.data.row_filters import Filtered
 from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
@@ -140,10 +141,12 @@ class Evaluator:
             path.unlink(missing_ok=True)
             lines = JsonLines(path, what="samples")
 
-        async def one(name: str, index: int) -> list[Any]:
+        async def one(name: str, index: int) -> list[Any] | None:
             async with room:
                 try:
                     rewards, failed, told = await self._prompt(engine, label, version, name, configs[name], index)
+                except Filtered:
+                    return None
                 except RowError as error:
                     rewards, failed = [None] * configs[name].samples_per_prompt, str(error)
                     told = [{"reward": None, "error": failed}] * len(rewards)
@@ -158,7 +161,10 @@ class Evaluator:
         with lines or contextlib.nullcontext():
             async with asyncio.TaskGroup() as tasks:
                 asked = [tasks.create_task(one(*each)) for each in every[part::of]]
-        return {"rewards": [task.result() for task in asked], "failed": min(first_failed, default="")}
+        return {
+            "rewards": [found for task in asked if (found := task.result())],
+            "failed": min(first_failed, default=""),
+        }
 
     @property
     def _configs(self) -> Mapping[str, EvalSet]:

@@ -99,12 +99,12 @@ async def rollout(bus: Bus, folder: Path, chance: random.Random) -> None:
                     await bus.call("abandon", grant["group"], grant["epoch"])
 
 
-async def look(bus: Bus, position: int = 0, source: str | None = None, number: int = 0) -> None:
-    if source is None:
-        await bus.call("sources_from", position, [["", at] for at in range(position, position + 9)])
-    else:
-        rows = [at % NUM_ROWS for at in range(number, number + 5)]
-        await bus.call("looked_at", source, number, [[row, "short" * (not row % SHORT)] for row in rows], NUM_ROWS)
+async def look(bus: Bus, position: int, numbers: dict[str, int]) -> None:
+    number = numbers.get("", position)
+    rows = [[at % NUM_ROWS, "short" * (not at % SHORT)] for at in range(number, number + 5)]
+    await bus.call(
+        "looked_at", position, [["", at] for at in range(position, position + 9)], "", number, rows, NUM_ROWS
+    )
 
 
 async def forward(bus: Bus, stream: str, chance: random.Random) -> None:

@@ -64,15 +64,12 @@ class Replica:
                 return answer.get("grants", [])
             await self.tell(**answer["look"])
 
-    async def tell(self, position: int = 0, source: str = "", number: int = 0) -> None:
-        if not source:
-            sources = [["ab"[at % 2], at // 2] for at in range(position, position + 5)]
-            await self.bus.call("sources_from", position, sources)
-            return
-        size = self.num_rows[source]
+    async def tell(self, position: int, numbers: dict[str, int]) -> None:
+        (source, number), *_ = sources = [["ab"[at % 2], at // 2] for at in range(position, position + 5)]
+        number, size = numbers.get(source, number), self.num_rows[source]
         rows = [at % size for at in range(number, number + 2)]
         told = [[row, "too short" if source == "a" and row % self.short == 0 else ""] for row in rows]
-        await self.bus.call("looked_at", source, number, told, size)
+        await self.bus.call("looked_at", position, sources, source, number, told, size)
 
 
 async def run_steps(run: Served, num_steps: int, *, restarts: bool) -> list[list[Any]]:
@@ -155,8 +152,8 @@ def test_data_end_with_whole_steps_of_what_is_left_and_with_an_error_where_that_
 ) -> None:
     """One pass over six rows."""
     bus, lookahead = Driver(num_positions=6, looks=True, max_staleness=0), Lookahead()
-    lookahead.tell_sources(0, [["", position] for position in range(6)])
-    lookahead.tell_rows("", 0, [[row, "" if row in used else "too short"] for row in range(6)], 6)
+    rows = [[row, "" if row in used else "too short"] for row in range(6)]
+    lookahead.tell(0, [["", position] for position in range(6)], "", 0, rows, 6)
     while not (bus.index.done or bus.index.starving()):
         for planned in bus.index.plan_admissions(bus.index.step):
             for event in lookahead.plan(bus.index, planned):

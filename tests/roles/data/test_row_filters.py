@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from rondo.roles.config import CurriculumConfig, DataConfig, EvalConfig, SourceConfig
+from rondo.roles.config import CurriculumConfig, DataConfig, SourceConfig
 from rondo.roles.data.datasets import RowError, open_dataset, open_splits, train_order
 from rondo.roles.data.next_rows import next_rows
 from rondo.roles.data.row_filters import Filtered
-from rondo.runtime.errors import Fatal
 from tests.roles.data.test_mixtures import files, job, weighed
 
 pa = pytest.importorskip("pyarrow")
@@ -55,16 +54,6 @@ def test_a_filter_says_that_a_row_is_used_or_why_it_is_not_and_one_that_raises_l
     assert set(said("raises")) == {"raises raised KeyError: 'level'"}
     with pytest.raises(RowError, match=r"row 0: data.filter must return True, False or a reason, got None from silent"):
         said("silent")
-
-
-def test_rows_for_evaluation_are_those_that_a_filter_leaves_and_some_must_be_left() -> None:
-    _, sets = open_splits(job(of("small", held_out=9), evaluation=EvalConfig(num_prompts=9)))
-    held_out = sets["held_out"]
-    assert {held_out.row(at).prompt for at in range(len(held_out))} <= {"0", "2", "4"}
-    with pytest.raises(
-        Fatal, match=r"data.filter must leave rows for evaluation, got none of 9; .*: raises raised Key"
-    ):
-        open_splits(job(of("raises", held_out=9), evaluation=EvalConfig(num_prompts=9)))
 
 
 def test_what_comes_next_is_the_same_wherever_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from rondo.roles.config import DataConfig, EvalConfig, EvalSet, JobConfig
 from rondo.roles.data.datasets import Row, RowError
+from rondo.roles.data.row_filters import Filtered
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
 from rondo.roles.engines.embedded.time_share import Share
 from rondo.roles.engines.engine import Completion, Request, SamplingParams
@@ -67,8 +68,8 @@ class Letters:
 
 
 class Numbers:
-    def __init__(self, num: int, broken: int = -1) -> None:
-        self._num, self._broken = num, broken
+    def __init__(self, num: int, broken: int = -1, filtered: int = -1) -> None:
+        self._num, self._broken, self._filtered = num, broken, filtered
 
     def __len__(self) -> int:
         return self._num
@@ -76,6 +77,8 @@ class Numbers:
     def row(self, index: int) -> Row:
         if index == self._broken:
             raise RowError(f"row {index}: broken")
+        if index == self._filtered:
+            raise Filtered(f"row {index}", "too short")
         return Row(f"row {index}", str(index), None, {})
 
 
@@ -133,9 +136,11 @@ async def test_several_replicas_find_together_what_one_finds(of: int) -> None:
     assert await whole(asking, engine(), of=of) == await whole(asking, engine())
 
 
-async def test_a_prompt_that_cannot_be_used_is_in_no_mean_and_is_told() -> None:
-    config = EvalConfig(num_prompts=3, solved_from=0.0)
-    found = await whole(evaluator(config, held_out=Numbers(3, broken=1)), engine())
+async def test_a_prompt_that_cannot_be_used_is_in_no_mean_and_is_told_and_one_that_a_filter_leaves_out_is_not_there() -> (
+    None
+):
+    config = EvalConfig(num_prompts=4, solved_from=0.0)
+    found = await whole(evaluator(config, held_out=Numbers(4, broken=1, filtered=2)), engine())
     assert (found["num_samples"], found["num_failed"], found["first_failed"]) == (3, 1, "row 1: broken")
     assert found["num_prompts"] == 3 and found["sets"]["held_out"]["pass@1"] == 1.0
 
