@@ -18,7 +18,7 @@ import asyncio
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 from rondo.models.media.refs import MediaRef
@@ -188,9 +188,7 @@ class RewardPool:
         await self.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
 

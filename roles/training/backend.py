@@ -70,7 +70,8 @@ class Use:
 
 
 class Objective(Protocol):
-    """A loss that adds up: of the rows of any micro-batch, undivided, and divided once. May remember things of a step."""
+    """A loss that adds up: of the rows of any micro-batch, undivided, and divided once. May remember things of a step; one that
+    inherits from this and says nothing else does not."""
 
     def sums(self, model: Any, rows: Sequence[Any], use: Use) -> LossSums:
         """The undivided loss of a micro-batch and what its metrics are made of (collective). No rows: a dummy of weight 0 through
@@ -78,15 +79,18 @@ class Objective(Protocol):
 
     def measure(self) -> None:
         """What must wait for values of the last micro-batch, once its backward is under way."""
+        return
 
     def denominator(self, total: LossSums) -> float:
         """What the sums of an update over all ranks are divided by."""
 
     def figures(self) -> dict[str, float]:
         """Metrics of the step that are no sums (collective)."""
+        return {}
 
     def forget(self) -> None:
         """The step in progress is over, or given up."""
+        return
 
 
 AnyObjective = TypeVar("AnyObjective", bound=Objective)

@@ -31,7 +31,7 @@ from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import DataConfig, DpoConfig, JobConfig, PairsConfig
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.prompts import answer_tokens, check_demonstration
-from rondo.roles.training.backend import Backend, Use, make_ready, open_model
+from rondo.roles.training.backend import Backend, Objective, Use, make_ready, open_model
 from rondo.roles.training.determinism import seed
 from rondo.roles.training.sft import Prepare, prompt_of
 from rondo.roles.training.supervised import cut
@@ -131,7 +131,7 @@ def open_dpo(config: JobConfig, path: str, num_steps: int, *, world_size: int, d
     )  # fmt: skip
 
 
-class PreferenceLoss:
+class PreferenceLoss(Objective):
     """The objective."""
 
     def __init__(self, config: DpoConfig, packing: Packing, device: str | torch.device) -> None:
@@ -209,17 +209,8 @@ class PreferenceLoss:
             pairs = zip(kept["keys"], kept["log_probs"].tolist(), strict=True)
             self.reference = {key.tobytes(): (better, worse) for key, (better, worse) in pairs}
 
-    def measure(self) -> None:
-        """Nothing but sums is made of a micro-batch."""
-
     def denominator(self, total: LossSums) -> float:
         return float(total.sums["samples"])
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
-    def forget(self) -> None:
-        """Nothing is kept of a step."""
 
 
 DUMMY = Pair(Packable(np.zeros(2, np.int32), 1), Packable(np.zeros(2, np.int32), 1))

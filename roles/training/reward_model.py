@@ -24,7 +24,7 @@ from rondo.models.value_head import check_scores
 from rondo.roles.algorithms.preference import reward_sums
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import JobConfig, RewardModelConfig
-from rondo.roles.training.backend import Backend, Use, make_ready, open_model
+from rondo.roles.training.backend import Backend, Objective, Use, make_ready, open_model
 from rondo.roles.training.determinism import seed
 from rondo.roles.training.preference import DUMMY, Pair
 
@@ -53,7 +53,7 @@ def rewards_of(model: Any, packing: Packing, answers: Sequence[Packable], device
     return values[torch.from_numpy(ends).to(values.device)]
 
 
-class RewardLoss:
+class RewardLoss(Objective):
     """The objective."""
 
     def __init__(self, config: RewardModelConfig, packing: Packing, device: str | torch.device) -> None:
@@ -71,14 +71,5 @@ class RewardLoss:
         )
         return sums if rows else sums.weightless()
 
-    def measure(self) -> None:
-        """Nothing but sums is made of a micro-batch."""
-
     def denominator(self, total: LossSums) -> float:
         return float(total.sums["samples"])
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
-    def forget(self) -> None:
-        """Nothing is kept of a step."""

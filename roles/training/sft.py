@@ -31,7 +31,7 @@ from rondo.roles.config import DataConfig, JobConfig, SftConfig, TrainConfig
 from rondo.roles.data.datasets import Row, Rows
 from rondo.roles.data.prompts import check_demonstration, encode_answer, render_prompt, without_media_section
 from rondo.roles.data.turns import encode_turns
-from rondo.roles.training.backend import Backend, Use, make_ready, open_model
+from rondo.roles.training.backend import Backend, Objective, Use, make_ready, open_model
 from rondo.roles.training.balance import Balance
 from rondo.roles.training.determinism import seed
 from rondo.roles.training.supervised import Learning
@@ -58,7 +58,7 @@ class Demonstration:
         return int(self.sequence.tokens.nbytes + self.mask.nbytes + (media.num_bytes if media is not None else 0))
 
 
-class AnswerLoss:
+class AnswerLoss(Objective):
     """The objective: minus the log-probs of answer tokens, in nats, over their number. Where no gradient is asked for it tells
     the share of them that the model finds likeliest, too. balance: of a mixture of experts, whose load-balancing loss it adds."""
 
@@ -87,17 +87,8 @@ class AnswerLoss:
         sums = LossSums(loss, counts)
         return sums if rows else sums.weightless()
 
-    def measure(self) -> None:
-        """Nothing but sums is made of a micro-batch."""
-
     def denominator(self, total: LossSums) -> float:
         return float(total.sums["tokens"])
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
-    def forget(self) -> None:
-        """Nothing is kept of a step."""
 
 
 def open_sft(config: JobConfig, path: str, num_steps: int, *, world_size: int, device: str) -> Backend[AnswerLoss]:

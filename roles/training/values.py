@@ -29,7 +29,7 @@ from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.algorithms.value_loss import value_sums
 from rondo.roles.config import JobConfig, TrainConfig
 from rondo.roles.forward import media_of
-from rondo.roles.training.backend import Backend, Use, make_ready, open_model
+from rondo.roles.training.backend import Backend, Objective, Use, make_ready, open_model
 from rondo.runtime.errors import ConfigError
 
 
@@ -83,7 +83,7 @@ def critic_of(config: JobConfig, model: Any, packing: Packing, mesh: Mesh, devic
     )  # fmt: skip
 
 
-class ValueObjective:
+class ValueObjective(Objective):
     """The value loss of a job. clip: how far a value may move from the one before."""
 
     def __init__(self, packing: Packing, device: str, *, clip: float | None) -> None:
@@ -107,17 +107,8 @@ class ValueObjective:
         sums = value_sums(values, old_values=old, returns=returns, num_samples=num_samples(use.spans), clip=self._clip)
         return sums if rows else sums.weightless()
 
-    def measure(self) -> None:
-        """Nothing but sums is made of a micro-batch."""
-
     def denominator(self, total: LossSums) -> float:
         return max(1.0, float(total.sums["tokens"]))
-
-    def figures(self) -> dict[str, float]:
-        return {}
-
-    def forget(self) -> None:
-        """Nothing is kept of a step."""
 
     def _values(self, model: Any, rows: Sequence[Packable], *, behind: bool = False) -> torch.Tensor:
         return response_values(model, self._packing.pack(rows, train=True, behind=behind).to(self._device))
