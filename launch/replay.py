@@ -16,10 +16,9 @@ import os
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
 
 import orjson
 
@@ -28,12 +27,10 @@ from rondo.launch.code import belonging_to
 from rondo.launch.config import RunConfig, resolve, unresolve
 from rondo.launch.plan import group_specs
 from rondo.launch.progress import at_work
-from rondo.launch.report.compare import differing, made_of, short
-from rondo.launch.report.diff import first_difference
-from rondo.launch.report.records import read_records, step_records
+from rondo.launch.report.compare import Comparison, compare, lines
+from rondo.launch.report.records import read_records
 from rondo.launch.report.view import say
 from rondo.launch.rundir import existing_run, owner, read_json
-from rondo.roles.training.parity import FOLDER as PARITY
 from rondo.roles.training.trained_samples import steps_of
 from rondo.runtime.checkpoints import check_format, complete, folder_of, goes_on_from, resets, version_of
 from rondo.runtime.errors import ConfigError
@@ -43,26 +40,6 @@ from rondo.runtime.supervision.orders import EXIT_DONE, EXIT_FAILED, EXIT_REQUEU
 _EXIT_INTERRUPTED = 130
 _WEIGHTS = (train.MODEL, train.TEACHERS, "reference")
 """Folders of weights that a run makes before its first step, or its warm-up leaves."""
-_OF_THE_BUS = {"queues", "rings"}
-
-
-@dataclass(frozen=True, slots=True)
-class Replayed:
-    """What differs in `step`: part of what the runs were made of, or metric -> its two values; the checksums of the version that
-    it made, by role; `bits`: the first difference of deterministic runs, in words, None where there is none."""
-
-    step: int
-    deterministic: bool
-    num_metrics: int
-    made: Mapping[str, tuple[Any, Any]]
-    metrics: Mapping[str, tuple[Any, Any]]
-    checksums: tuple[Mapping[str, int], Mapping[str, int]]
-    bits: str | None
-
-    @property
-    def equal(self) -> bool:
-        ours, theirs = self.checksums
-        return not self.metrics and self.bits is None and ours == theirs and bool(ours)
 
 
 def main(path: Path, *, step: int, plain: bool, as_json: bool) -> int:
@@ -87,14 +64,22 @@ def main(path: Path, *, step: int, plain: bool, as_json: bool) -> int:
     if outcome.exit_code != EXIT_DONE:
         print(outcome.first_cause, file=sys.stderr)
         return _EXIT_INTERRUPTED if outcome.exit_code == EXIT_REQUEUE else EXIT_FAILED
+    return tell(run, made.path, step, as_json=as_json)
+
+
+def tell(run: Path, replayed: Path, step: int, *, as_json: bool) -> int:
+    """Prints how `step` came out: 0 where all is equal, else 1."""
     with at_work(f"compares step {step}"):
-        found = compared(run, made.path, step)
+        found = compare(run, replayed, only=step)
+        sums = [_checksums(each, step + 1) for each in (run, replayed)]
+    equal = found.metrics.step is None and not found.bits and sums[0] == sums[1] != {}
     if as_json:
-        told = orjson.dumps(asdict(found) | {"equal": found.equal}, option=orjson.OPT_INDENT_2)
-        sys.stdout.buffer.write(told + b"\n")
+        told = asdict(found) | {"step": step, "equal": equal, "checksums": sums}
+        sys.stdout.buffer.write(orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
     else:
-        print("\n".join(lines(found)))
-    return EXIT_DONE if found.equal else EXIT_FAILED
+        text = lines((run.name, replayed.name), found)
+        print("\n".join([_verdict(step, equal, found), *text, _weights(step + 1, *sums)]))
+    return EXIT_DONE if equal else EXIT_FAILED
 
 
 def _begun(run: Path, before: RunConfig, step: int) -> int:
@@ -166,23 +151,6 @@ def _linked(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-def compared(run: Path, replayed: Path, step: int) -> Replayed:
-    both = (run, replayed)
-    ours, theirs = (
-        next((each for each in step_records(of / "metrics.jsonl") if each["step"] == step), {}) for of in both
-    )
-    names = ours.keys() & theirs.keys() - _OF_THE_BUS
-    metrics = {name: pair for name, pair in differing(ours, theirs).items() if name in names}
-    deterministic = all((each / PARITY).is_dir() for each in both)
-    bits = first_difference(run, replayed, only=step) if deterministic else None
-    made = {
-        f"{part} {name}": (pair[0], pair[1])
-        for part, unequal in made_of(run, replayed).items() if part != "settings" for name, pair in unequal.items()
-    }  # fmt: skip
-    checksums = (_checksums(run, step + 1), _checksums(replayed, step + 1))
-    return Replayed(step, deterministic, len(names), made, metrics, checksums, bits)
-
-
 def _checksums(run: Path, version: int) -> Mapping[str, int]:
     """Of the weights of each role, as they were committed last; empty where the run did not tell."""
     found: Mapping[str, int] = {}
@@ -192,25 +160,17 @@ def _checksums(run: Path, version: int) -> Mapping[str, int]:
     return found
 
 
-def lines(found: Replayed) -> list[str]:
-    """The comparison as text, the verdict first."""
-    if found.equal:
-        text = [f"step {found.step} came out equal, to the bit"]
-    elif found.deterministic:
-        text = [f"step {found.step} came out otherwise, and both runs are deterministic: {found.bits or 'see below'}"]
-    else:
-        text = [
-            f"step {found.step} came out otherwise. The run was not deterministic: which rows are computed together, how many "
-            "threads sum them and which weights old log-probs are under may change; with --set deterministic=True they do not"
-        ]
-    text += [f"  {name}: {short(a)} | {short(b)}" for name, (a, b) in found.made.items()]
-    of = f"{len(found.metrics)} of {found.num_metrics} differ" if found.metrics else f"all {found.num_metrics} equal"
-    text.append(f"metrics of training: {of}")
-    text += [f"  {name}: {short(a)} | {short(b)}" for name, (a, b) in found.metrics.items()]
-    ours, theirs = (
-        ", ".join(f"{role} {each:08x}" for role, each in of.items()) or "not told" for of in found.checksums
+def _verdict(step: int, equal: bool, found: Comparison) -> str:
+    if equal:
+        return f"step {step} came out equal, to the bit"
+    if found.bits is not None:
+        return f"step {step} came out otherwise, and both runs are deterministic"
+    return (
+        f"step {step} came out otherwise. The run was not deterministic: which rows are computed together, how many threads sum "
+        "them and which weights old log-probs are under may change; with --set deterministic=True they do not"
     )
-    return [
-        *text,
-        f"weights of version {found.step + 1}: {f'equal, {ours}' if ours == theirs else f'{ours} | {theirs}'}",
-    ]
+
+
+def _weights(version: int, ours: Mapping[str, int], theirs: Mapping[str, int]) -> str:
+    a, b = (", ".join(f"{role} {each:08x}" for role, each in of.items()) or "not told" for of in (ours, theirs))
+    return f"weights of version {version}: {f'equal, {a}' if a == b else f'{a} | {b}'}"

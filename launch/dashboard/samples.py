@@ -13,15 +13,13 @@ A row's number is its place in the index: it stays, until a file is written anew
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from zlib import crc32
 
 import numpy as np
@@ -305,18 +303,10 @@ class Samples:
     def _lines(
         self, files: list[_File], rows: np.ndarray, numbers: list[int]
     ) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """(number, line) of those rows in that order; None where the file is not what it was. A file is opened once for
-        all rows of it that follow each other."""
-        for of, those in groupby(numbers, lambda number: int(rows["file"][number])):
-            with contextlib.ExitStack() as opened:
-                file = None
-                with contextlib.suppress(OSError):
-                    file = opened.enter_context((self._folder / files[of].name).open("rb"))
-                for number in those:
-                    yield (
-                        number,
-                        None if file is None else _line(file, int(rows["offset"][number]), int(rows["size"][number])),
-                    )
+        """(number, line) of those rows in that order; None where the file is not what it was."""
+        for number in numbers:
+            row = rows[number]
+            yield number, _line(self._folder / files[row["file"]].name, int(row["offset"]), int(row["size"]))
 
     def close(self) -> None:
         with self._lock:
@@ -325,12 +315,12 @@ class Samples:
             self._blocks.close()
 
 
-def _line(file: BinaryIO, offset: int, size: int) -> dict[str, Any] | None:
+def _line(path: Path, offset: int, size: int) -> dict[str, Any] | None:
     if size > _MOST_OF_LINE:
         return {"error": f"a line of {size} bytes, which is not shown"}
     try:
-        file.seek(offset)
-        found = orjson.loads(file.read(size))
+        with path.open("rb", 0) as file:
+            found = orjson.loads(os.pread(file.fileno(), size, offset))
     except (OSError, orjson.JSONDecodeError):
         return None
     return found if isinstance(found, dict) else None

@@ -3,7 +3,7 @@
 Owns the comparison of settings, code, packages, data, machine, metrics and figures. Does not own the one to the bit, of runs
 that are deterministic (`diff.py`), whose word counts where both have it.
 
-Invariant: figures that depend on time (seconds, and what counts by source) are never a difference of metrics.
+Invariant: figures that depend on time (seconds, and what waits at the moment) are never a difference of metrics.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FIGURES = (
 _LAST = ("reward_mean", "loss", "entropy", "kl", "grad_norm", "step_s")
 _MANY = 20
 _WIDTH = 60
-_TIMED = re.compile(r"^time$|^mfu$|_s$|_per_s_")
+_TIMED = re.compile(r"^time$|^mfu$|_s$|_per_s_|^queues|^rings")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,38 +65,32 @@ class Comparison:
         return self.metrics.step is not None if self.bits is None else bool(self.bits)
 
 
-def compare(first: Path, second: Path) -> Comparison:
+def compare(first: Path, second: Path, *, only: int | None = None) -> Comparison:
+    """only: of a step that was trained again, without settings and the ends."""
     runs = (first, second)
+    ours, theirs = (read_json(run / "config.resolved.json") for run in runs)
+    a, b = (gathered(run) for run in runs)
+    made = {
+        part: {n: pair for n, *pair in parted(a[part], b[part])} for part in ("code", "packages", "data", "machine")
+    }
     steps = [step_records(run / "metrics.jsonl") for run in runs]
     bits = None
     if all((run / PARITY).is_dir() for run in runs):
-        bits = first_difference(first, second) or ""
-    return Comparison(made_of(first, second), _parting(*steps), _figures(runs, steps), bits)
-
-
-def made_of(first: Path, second: Path) -> dict[str, dict[str, list[Any]]]:
-    """`Comparison.made`."""
-    ours, theirs = (read_json(run / "config.resolved.json") for run in (first, second))
-    a, b = gathered(first), gathered(second)
-    made = {"settings": {name: pair for name, *pair in parted(ours, theirs) if name not in ("name", "run_dir")}}
-    return made | {
-        part: {n: pair for n, *pair in parted(a[part], b[part])} for part in ("code", "packages", "data", "machine")
-    }
+        bits = first_difference(first, second, only=only) or ""
+    if only is not None:
+        return Comparison(made, _parting(*([each for each in of if each["step"] == only] for of in steps)), {}, bits)
+    settings = {name: pair for name, *pair in parted(ours, theirs) if name not in ("name", "run_dir")}
+    return Comparison({"settings": settings} | made, _parting(*steps), _figures(runs, steps), bits)
 
 
 def _parting(ours: Sequence[Mapping[str, Any]], theirs: Sequence[Mapping[str, Any]]) -> Parting:
     by_step = {record["step"]: record for record in theirs}
     common = [(record, by_step[record["step"]]) for record in ours if record["step"] in by_step]
     for a, b in common:
-        if unequal := differing(a, b):
+        names = [name for name in a.keys() | b.keys() if _TIMED.search(name) is None]
+        if unequal := {name: (a.get(name), b.get(name)) for name in sorted(names) if a.get(name) != b.get(name)}:
             return Parting(len(common), a["step"], unequal)
     return Parting(len(common), None, {})
-
-
-def differing(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Metric of a step -> its two values, where these are not equal, and not because of a clock."""
-    names = (name for name in sorted(ours.keys() | theirs.keys()) if _TIMED.search(name) is None)
-    return {name: (ours.get(name), theirs.get(name)) for name in names if ours.get(name) != theirs.get(name)}
 
 
 def _figures(runs: Sequence[Path], steps: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, list[Any]]:
@@ -112,21 +106,22 @@ def lines(names: Sequence[str], found: Comparison) -> list[str]:
     text = []
     for part, unequal in found.made.items():
         text.append(f"{part}: " + (f"{len(unequal)} differ" if unequal else "equal"))
-        text += [f"  {name}: {short(a)} | {short(b)}" for name, (a, b) in list(unequal.items())[:_MANY]]
+        text += [f"  {name}: {_short(a)} | {_short(b)}" for name, (a, b) in list(unequal.items())[:_MANY]]
         text += [f"  ... {len(unequal) - _MANY} more: --json has all"] * (len(unequal) > _MANY)
     metrics = found.metrics
     if metrics.step is None:
         text.append(f"metrics: equal in all {metrics.num_steps} steps that both have")
     else:
         text.append(f"metrics: part in step {metrics.step}, in {len(metrics.metrics)} of them")
-        text += [f"  {name}: {short(a)} | {short(b)}" for name, (a, b) in list(metrics.metrics.items())[:_MANY]]
+        text += [f"  {name}: {_short(a)} | {_short(b)}" for name, (a, b) in list(metrics.metrics.items())[:_MANY]]
     if found.bits is not None:
         text.append(f"to the bit: {found.bits or 'equal in all steps: ids, rows and weights'}")
-    text += ["", f"{'at the end':<20}{names[0]:<24}{names[1]}"]
-    return text + [f"{name:<20}{short(a):<24}{short(b)}" for name, (a, b) in found.figures.items()]
+    if found.figures:
+        text += ["", f"{'at the end':<20}{names[0]:<24}{names[1]}"]
+    return text + [f"{name:<20}{_short(a):<24}{_short(b)}" for name, (a, b) in found.figures.items()]
 
 
-def short(value: Any) -> str:
+def _short(value: Any) -> str:
     text = f"{value:.9g}" if isinstance(value, float) else "-" if value is None else str(value)
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
 

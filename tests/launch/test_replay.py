@@ -80,29 +80,39 @@ def test_a_replay_goes_on_from_links_to_the_checkpoint_and_to_weights_that_never
     assert resets(to) == [4]  # the optimizer began there too
 
 
-def test_what_came_out_is_compared_to_the_bit_and_why_it_may_differ_is_said(tmp_path: Path) -> None:
+def test_what_came_out_is_compared_to_the_bit_and_why_it_may_differ_is_said(
+    tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
     run, again = made(tmp_path / "run"), made(tmp_path / "again", torch="2.8", loss=-2.5)
     for each in (run, again):
         lines(each / "events.jsonl", [{"kind": "committed", "version": n, "checksums": {"actor": n}} for n in (2, 3)])
-    found = replay.compared(run, again, 1)
-    assert found.equal
-    assert replay.lines(found)[:2] == ["step 1 came out equal, to the bit", "  packages torch: 2.9 | 2.8"]
-    assert replay.lines(found)[-1] == "weights of version 2: equal, actor 00000002"
+
+    def told(step: int, *, as_json: bool = False) -> tuple[int, str]:
+        code = replay.tell(run, again, step, as_json=as_json)
+        return code, capsysbinary.readouterr().out.decode()
+
+    code, text = told(1)
+    assert code == 0 and text.startswith(
+        "step 1 came out equal, to the bit\ncode: equal\npackages: 1 differ\n  torch: 2.9 | 2.8\n"
+    )
+    assert "settings" not in text and text.endswith("weights of version 2: equal, actor 00000002\n")
     lines(again / "events.jsonl", [{"kind": "committed", "version": 3, "checksums": {"actor": 7}}])
-    found = replay.compared(run, again, 2)
-    assert not found.equal and found.metrics == {"loss": (-2.0, -2.5)}
-    told = replay.lines(found)
-    assert told[0].startswith("step 2 came out otherwise. The run was not deterministic: ")
-    assert told[-1] == "weights of version 3: actor 00000003 | actor 00000007"
+    code, text = told(2)
+    assert code == 1 and text.startswith("step 2 came out otherwise. The run was not deterministic: ")
+    assert "  loss: -2 | -2.5\n" in text
+    assert text.endswith("weights of version 3: actor 00000003 | actor 00000007\n")
+    code, text = told(2, as_json=True)
+    assert (code, json.loads(text)["equal"], json.loads(text)["checksums"]) == (1, False, [{"actor": 3}, {"actor": 7}])
     for each, checksum in ((run, 3), (again, 7)):
         log = ParityLog(each, 0)
         log.write(2, 2, [])
         log.write(3, checksum, [])
-    assert replay.compared(run, again, 1).bits is None
-    assert (
-        "both runs are deterministic: step 2, all rounds equal, rank 0: the weights differ"
-        in replay.lines(replay.compared(run, again, 2))[0]
-    )
-    for each in (run, again):  # figures of time are no difference
-        lines(each / "metrics.jsonl", [of_step(2, mfu=len(each.name), tokens_per_s_per_device=len(each.name))])
-    assert replay.compared(run, again, 2).metrics == {}
+        lines(
+            each / "metrics.jsonl",
+            [of_step(2, mfu=checksum, tokens_per_s_per_device=checksum, queues={"ready": checksum})],
+        )
+    assert "to the bit: equal in all steps" in told(1)[1]
+    code, text = told(2)
+    assert code == 1 and text.startswith("step 2 came out otherwise, and both runs are deterministic\n")
+    assert "to the bit: step 2, all rounds equal, rank 0: the weights differ" in text
+    assert "metrics: equal in all 1 steps that both have" in text  # figures of time and of what waits are no difference
