@@ -81,7 +81,7 @@ def check_scores(model: Any) -> None:
     if names != own - {getattr(model, HEAD)} | {SCORE}:
         raise ConfigError(
             f"transformers must have {type(model).__name__.removeprefix('FSDP')} as a model for sequence classification, of the "
-            f"same trunk and {SCORE}, got none. Choose a text model of another family"
+            f"same trunk and {SCORE}, got none. Choose a text model, or one of Qwen3.5"
         )
 
 

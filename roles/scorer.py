@@ -53,7 +53,7 @@ from rondo.runtime.admin.guard import Guard
 from rondo.runtime.admin.openapi import BODY, Operation
 from rondo.runtime.admin.server import HttpServer, Limits, bind, json_answer
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.section import Section
+from rondo.runtime.section import Section, settings_at
 from rondo.runtime.values import as_json, decode
 from rondo.runtime.waits import totals
 from rondo.runtime.worker.context import WorkerContext
@@ -128,7 +128,10 @@ class Encoder:
             judge.max_prompt_tokens,
             judge.too_long == "cut",
         )
-        self._processor = None if config.media is None else Processor.load(path, config.media)
+        try:
+            self._processor = None if config.media is None else Processor.load(path, config.media)
+        except ConfigError as error:
+            raise ConfigError(settings_at("scorer.model", str(error), "model")) from error
         found = load_config(path)
         self._ends, self._pad = getattr(found, ENDS, False), found.get_text_config().pad_token_id
 
