@@ -65,9 +65,32 @@ def test_sets_with_names_take_the_place_of_the_settings_own(tmp_path: Path) -> N
         evaluate._named(("aime",))
 
 
+EXAMPLES = Path(__file__).parents[2] / "examples"
+_TEACHERS = {name: {"model": {"path": "t"}} for name in ("one", "other")}
+_SOURCES = {name: {"rows": f"{EXAMPLES}/quickstart.py:puzzles", "teacher": name} for name in _TEACHERS}
+
+
+@pytest.mark.parametrize(
+    ("example", "sets"),
+    [
+        ("ppo", []),
+        ("on_policy_distillation", []),
+        (
+            "on_policy_distillation",
+            ["data.rows=null", f"data.sources={_SOURCES}", f"distillation={{'teachers': {_TEACHERS}, 'source': 'of'}}"],
+        ),
+    ],
+)
+def test_what_a_run_learns_from_beside_its_rewards_is_no_part_of_an_evaluation(example: str, sets: list[str]) -> None:
+    found = settings_of(load(EXAMPLES / f"{example}.py", sets), "hf")
+    assert found.critic is None and found.distillation is None
+    assert [group.roles for group in found.groups] == [("rollout",), ("actor", "advantages")]
+
+
 def test_sets_are_chosen_by_name_and_settings_changed_as_everywhere(tmp_path: Path) -> None:
-    config = load(configs.write(tmp_path), SETS)
+    config = load(configs.write(tmp_path), (*SETS, "debug.profile={'first': 1, 'last': 2}", "samples.keep=1"))
     found = settings_of(config, "hf", ["math"], ["evaluation.sets.math.num_prompts=3", "groups.0.replicas=2"])
+    assert found.debug.profile is None and found.samples.keep == 0  # there is no step
     assert found.evaluation is not None and found.evaluation.every is None and not found.evaluation.at_end
     assert {name: each.num_prompts for name, each in found.evaluation.named_sets().items()} == {"math": 3}
     assert found.groups[0].replicas == 2
