@@ -84,6 +84,7 @@ async function draw() {
   document.title = `${NAMES[view]} · rondo`;
   const place = at("main");
   const made = el("div", { class: view });
+  if (!place.childElementCount) place.replaceChildren(empty("Reading…"));
   try {
     const again = await VIEWS[view](made, state);
     if (mine !== drawing) return;
@@ -92,7 +93,7 @@ async function draw() {
     trouble(null);
   } catch (error) {
     if (mine !== drawing) return;
-    if (!place.childElementCount) place.replaceChildren(empty("Nothing to show yet."));
+    if (place.firstElementChild.matches(".empty")) place.replaceChildren(empty("Nothing to show yet."));
     refresh = null;
     trouble(error);
   }
