@@ -9,19 +9,34 @@ its own. Of each, a `rondo view` is started twice, without an index and with the
     samples_s   until the newest samples are there, `samples_all_s` until all are indexed, `samples_again_s` with the index
     search_s    a word that one sample in a thousand has, twenty of them
 
-Beside a live run: steps come every `--period` seconds for `--seconds`, and a page asks as it does every two: `cpu_share` is the
+Beside a file that grows by a step every `--period` seconds for `--seconds`, a page asks as it does every two: `cpu_share` is the
 dashboard's processor time over that time, of one core. `rss_bytes`: its memory then.
+
+Beside a run at the paper's stage times (`paper.py`, over `--time-scale`): three trackers that it starts
+itself, and the dashboard with a page that asks. They are stopped and go on (SIGSTOP, SIGCONT) every `--turn` steps, so that a
+machine's other work falls on both alike; what came meanwhile they read when they go on. The first step of a turn is left out.
+
+    steps_per_s     of the run, with and without readers; `share` with over without, `pairs` of each two turns that follow
+    cpu_s           of each reader since the first turn; `of_core` of all of them, of a core, while they were not stopped
+    begin_cpu_s     before the first turn, imports and all
+
+    rondo bench dashboard --turns 0                          lengths alone
+    rondo bench dashboard --as dashboard_beside --steps      beside the run alone
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import re
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import urllib.parse
 import urllib.request
@@ -33,6 +48,10 @@ from typing import Any
 
 import psutil
 
+from rondo.launch.report.records import read_records, step_records
+
+TRACKERS = ("tensorboard", "mlflow", "trackio")
+ROOT = Path(__file__).resolve().parent.parent
 NUM_NUMBERS, NUM_SAMPLES, NUM_CURVES = 60, 10, 12
 FILES = ("", "assets/app.js", "assets/uPlot.iife.min.js", "assets/uPlot.min.css", "assets/style.css", "assets/dom.js")
 SETTINGS = {"num_steps": 0, "job": "rl"}
@@ -164,12 +183,151 @@ def beside(folder: Path, num_steps: int, seconds: float, period_s: float) -> dic
     return {"steps": num_steps, "seconds": elapsed, "cpu_s": cpu_s, "cpu_share": cpu_s / elapsed}
 
 
+# ---- beside a run -------------------------------------------------------------------------------------------------------
+
+_FILL = 3
+"""Steps until every role works on another one."""
+
+
+def replayed(folder: Path, time_scale: float, num_steps: int) -> int:
+    """The run, in this process."""
+    from benchmarks.paper import config_of, prepare, specs_of
+    from benchmarks.replay_stages import Replay
+    from rondo.launch import train
+    from rondo.launch.track.settings import TrackerConfig
+
+    places = {"mlflow": {"url": f"sqlite:///{folder}/mlflow.db"}, "trackio": {"folder": folder / "trackio"}}
+    replay = Replay.of("qwen3_4b", "fully_async", time_scale=time_scale, num_steps=num_steps)
+    config = config_of(replay, folder, hot_snapshot=True)
+    trackers = tuple(TrackerConfig.model_validate({"name": name} | places.get(name, {})) for name in TRACKERS)
+    config = config.model_copy(update={"name": "run", "trackers": trackers})
+    options = train.TrainOptions(Path(__file__), plain=True)
+    return train.main(config, options, groups=specs_of(config), before=lambda run: prepare(replay, run))
+
+
+class Readers:
+    """Processes that read a run, and what these start; made while they go on."""
+
+    def __init__(self, processes: dict[str, psutil.Process], page: Page) -> None:
+        self._processes, self._page = processes, page
+        self._going, self._closed = threading.Event(), threading.Event()
+        self._asking = threading.Thread(target=self._ask)
+        self.num_asked = 0
+
+    def _all(self) -> list[tuple[str, psutil.Process]]:
+        return [(name, each) for name, of in self._processes.items() for each in (of, *of.children(recursive=True))]
+
+    def cpu_s(self) -> dict[str, float]:
+        found = dict.fromkeys(self._processes, 0.0)
+        for name, each in self._all():
+            found[name] += sum(each.cpu_times()[:2])
+        return found
+
+    def stop(self) -> None:
+        self._going.clear()
+        self._send(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._send(signal.SIGCONT)
+        self._going.set()
+
+    def _send(self, number: int) -> None:
+        for _, each in self._all():
+            each.send_signal(number)
+
+    def _ask(self) -> None:
+        while not self._closed.is_set():
+            if self._going.wait(0.2):
+                self._page.ask("")
+                self._page.ask("/series", names=",".join(CURVES[:1]), points=600)
+                self.num_asked += 1
+                self._closed.wait(2)
+
+    def __enter__(self) -> Readers:
+        self._asking.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closed.set()
+        self.go_on()
+        self._asking.join()
+
+
+def followers(run: psutil.Process) -> dict[str, psutil.Process]:
+    """The trackers of a run by name, their guards with them."""
+    found = {each.cmdline()[-1]: each for each in run.children() if "rondo.launch.track.follow" in each.cmdline()}
+    return {name: each for name, each in found.items() if name in TRACKERS}
+
+
+def wait_until(path: Path, num: int, run: subprocess.Popen[bytes]) -> list[float]:
+    """When its steps ended, as soon as there are `num`."""
+    while len(times := [each["time"] for each in step_records(path)]) < num:
+        said = path.parents[1] / "run.log"
+        assert run.poll() is None, f"{len(times)} steps, exit code {run.returncode}: {said.read_text()[-3000:]}"
+        time.sleep(0.1)
+    return times
+
+
+def beside_run(folder: Path, time_scale: float, num_turns: int, turn: int, late: float) -> dict[str, Any]:
+    num_steps = _FILL + num_turns * (turn + 1) + 2
+    command = [sys.executable, "-m", "benchmarks.dashboard", "--replay", str(folder), str(time_scale), str(num_steps)]
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    metrics, events = (folder / "run" / name for name in ("metrics.jsonl", "events.jsonl"))
+    with (
+        (folder / "run.log").open("wb") as log,
+        subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=log, stderr=log) as run,
+    ):
+        try:
+            wait_until(metrics, 1, run)
+            with viewed(folder / "run") as (page, _, dashboard):
+                page.first_view()
+                wait_until(metrics, _FILL, run)
+                processes = followers(psutil.Process(run.pid)) | {"dashboard": dashboard}
+                with Readers(processes, page) as readers:
+                    found = in_turns(readers, lambda num: wait_until(metrics, num, run), num_turns, turn, late)
+        finally:
+            run.terminate()
+            run.wait(120)
+    ends = {event["tracker"]: event["why"] for event in read_records(events) if event.get("kind") == "tracker_died"}
+    assert not ends, ends
+    return {"time_scale": time_scale} | found
+
+
+def in_turns(readers: Readers, until: Any, num_turns: int, turn: int, late: float) -> dict[str, Any]:
+    """Without readers, with them, without, ...; no new pair when it is `late`."""
+    begin = readers.cpu_s()
+    step_s: list[float] = []
+    while len(step_s) < num_turns and (len(step_s) % 2 or time.monotonic() < late):
+        readers.go_on() if len(step_s) % 2 else readers.stop()
+        first = _FILL + len(step_s) * (turn + 1) + 1
+        times = until(first + turn)
+        step_s.append((times[first + turn - 1] - times[first - 1]) / turn)
+        print(f"{'with' if len(step_s) % 2 == 0 else 'without':8}{step_s[-1]:.4f} s a step", flush=True)
+    cpu_s = {name: value - begin[name] for name, value in readers.cpu_s().items()}
+    pairs = [without / beside for without, beside in zip(step_s[::2], step_s[1::2], strict=True)]
+    with_s = sum(step_s[1::2]) * (turn + 1)
+    return {
+        "steps_per_s": {"without": 1 / statistics.fmean(step_s[::2]), "with": 1 / statistics.fmean(step_s[1::2])},
+        "share": sum(step_s[::2]) / sum(step_s[1::2]), "pairs": pairs, "asked": readers.num_asked,
+        "begin_cpu_s": begin, "cpu_s": cpu_s, "with_s": with_s, "of_core": sum(cpu_s.values()) / with_s,
+    }  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, nargs="+", default=[150, 10_000, 100_000], help="lengths of runs")
+    parser.add_argument("--steps", type=int, nargs="*", default=[150, 10_000, 100_000], help="lengths of runs")
     parser.add_argument("--seconds", type=float, default=20.0, help="beside a live run")
     parser.add_argument("--period", type=float, default=0.5, help="seconds between its steps")
+    parser.add_argument("--turns", type=int, default=16, help="beside a run, with readers and without; an even number")
+    parser.add_argument("--turn", type=int, default=5, help="steps that are measured of each")
+    parser.add_argument("--within", type=float, default=300.0, help="seconds: no pair of turns begins after that")
+    parser.add_argument("--time-scale", type=float, default=60.0, help="of the paper's stage times")
+    parser.add_argument("--replay", nargs=3, metavar=("FOLDER", "SCALE", "STEPS"), help="be that run")
     options = parser.parse_args()
+    late = time.monotonic() + options.within
+    if options.replay:
+        folder, scale, steps = options.replay
+        sys.exit(replayed(Path(folder), float(scale), int(steps)))
     with tempfile.TemporaryDirectory() as folder:
         lengths = [length(Path(folder), each) for each in options.steps]
         for each in lengths:
@@ -177,7 +335,10 @@ def main() -> None:
         live = [beside(Path(folder), each, options.seconds, options.period) for each in options.steps]
         for each in live:
             print(" ".join(f"{name}={value:.3g}" for name, value in each.items()))
-    print(json.dumps({"lengths": lengths, "beside": live}))
+        found = {"lengths": lengths, "beside": live} if lengths else {}
+        if options.turns:
+            found["run"] = beside_run(Path(folder), options.time_scale, options.turns, options.turn, late)
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -577,6 +577,46 @@ def curriculum(f: Figures) -> Iterator[Row]:
     )
 
 
+def dashboard(f: Figures) -> Iterator[Row]:
+    if lengths := f.get("lengths"):
+
+        def each(name: str, form: str, unit: str = "s", scale: float = 1) -> str:
+            return ", ".join(format(of[name] / scale, form) for of in lengths) + f" {unit}"
+
+        yield (
+            f"`rondo view` of runs of {each('steps', ',.0f', 'steps')}, ten samples a step: from the command until overview and "
+            "twelve curves are there; bytes over the wire; with the index that the first look left",
+            f"{each('first_s', '.1f')}; {each('first_bytes', '.0f', 'kB', 1e3)}; {each('again_s', '.1f')}",
+        )
+        yield (
+            "until all steps are read; until the newest samples are there; twenty samples with a word that one in a thousand has",
+            f"{each('all_s', '.1f')}; {each('samples_s', '.2f')}; {each('search_s', '.2f')}",
+        )
+    if run := f.get("run"):
+        rates, pairs, trackers = (
+            run["steps_per_s"],
+            run["pairs"],
+            [name for name in run["cpu_s"] if name != "dashboard"],
+        )
+        yield (
+            f"a run at the paper's stage times over {run['time_scale']:g}, by turns without and with the dashboard, a page that "
+            f"asks it, and {', '.join(trackers)}: steps/s; with over without ({len(pairs)} pairs of turns: least, greatest)",
+            f"{rates['without']:.4f}, {rates['with']:.4f}; {run['share']:.2%} ({min(pairs):.2%}, {max(pairs):.2%})",
+        )
+        shares = ", ".join(f"{name} {value / run['with_s']:.2%}" for name, value in run["cpu_s"].items())
+        yield "processor time of these readers there, of a core", f"{run['of_core']:.2%} ({shares})"
+
+
+def track(f: Figures) -> Iterator[Row]:
+    of_server = ", its server once" if "mlflow" in f else ""
+    yield (
+        f"trackers killed at random moments beside a file that grows ({next(iter(f.values()))['kills']} times each{of_server}): "
+        "(step, name) that they are to tell; lost, told twice. Offline files of W&B hold what was told again behind a death in "
+        "another folder, by equal step",
+        "; ".join(f"{name} {of['points']:,}; {of['lost']}, {of['repeated']:,}" for name, of in f.items()),
+    )
+
+
 def sglang_weights(f: Figures) -> Iterator[Row]:
     large = f.get("large") or f["tiny"]
     told = [
@@ -595,6 +635,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("experts", experts), ("experts_gap", experts), ("experts_memory", experts), ("staleness", staleness),
     ("algorithms", algorithms), ("lora", lora),
     ("lora_pretrained", functools.partial(lora, base="SmolLM2-135M-Instruct on sums of two numbers")),
+    ("dashboard", dashboard), ("dashboard_beside", dashboard), ("track", track), ("track_mlflow", track),
     ("pretrained", pretrained), ("gsm8k", gsm8k), ("data", data), ("recipes", recipes), ("distill", distill),
     ("curriculum", curriculum),
 )  # fmt: skip

@@ -7,7 +7,8 @@ A file grows as a run's metrics.jsonl does (steps with 40 figures, evaluations, 
 the tracker's process, started and restarted as beside a run, is sent SIGKILL again and again, each time at a random moment of
 `--spread` seconds. MLflow is a server of its own on a database, which is killed too, once; wandb, SwanLab and ClearML write their
 offline files, which are read back as they lie there, all lives together. Prints for each service the points that it should have,
-kills, points lost and repeated, by (step, name); the last line is JSON.
+kills, points lost and repeated, by (step, name); the last line is JSON. What was found of a service is kept in
+runs/bench_track/, so that services can be measured one at a time, or again after an end; `--fresh` forgets it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import asyncio
 import collections
 import contextlib
+import functools
 import json
 import os
 import random
@@ -31,6 +33,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.runs import Cells
 from rondo.launch.track import beside as processes
 from rondo.launch.track.beside import Beside
 from rondo.launch.track.points import Points
@@ -47,12 +50,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=10)
     parser.add_argument("--spread", type=float, default=15.0, help="the longest that a life lasts, in seconds")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--fresh", action="store_true")
     options = parser.parse_args()
-    figures = {}
-    for service in options.services:
+    kept = Path("runs/bench_track/cells.jsonl")
+    if options.fresh:
+        kept.unlink(missing_ok=True)
+    cells, figures = Cells(kept), {}
+
+    def made(service: str) -> dict[str, int]:
         with tempfile.TemporaryDirectory(prefix="rondo-track-") as folder:
-            found = measured(service, Path(folder), options.kills, options.spread, random.Random(options.seed))
-        figures[service] = found
+            return measured(service, Path(folder), options.kills, options.spread, random.Random(options.seed))
+
+    for service in options.services:
+        of = {"service": service, "kills": options.kills, "spread_s": options.spread, "seed": options.seed}
+        found = figures[service] = cells.made(of, functools.partial(made, service))
         print(f"{service:12}", *(f"{name} {value:>6}" for name, value in found.items()), flush=True)
     print(json.dumps(figures))
 
@@ -174,7 +185,10 @@ class Server:
 
     def start(self) -> None:
         self.num_starts += 1
-        self._process = subprocess.Popen(self._command, stdout=self._log, stderr=self._log, start_new_session=True)
+        alone = os.environ | {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}  # without processes that no metric needs
+        self._process = subprocess.Popen(
+            self._command, stdout=self._log, stderr=self._log, start_new_session=True, env=alone
+        )
         until = time.monotonic() + 300
         while True:
             with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5):
