@@ -70,7 +70,7 @@ test-environments: $(READY) $(VENV)/.ready-environments  ## two to four minutes
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/environments $(OPTIONS)
 
 $(VENV)/.ready-environments: $(READY)
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mcp,reasoning-gym]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mcp,reasoning-gym,textarena]'
 	touch $@
 
 # The page of `rondo view`, where there is a Chromium, such as Debian's `chromium`; BROWSER_PICTURES=FOLDER keeps what it looked like.

@@ -139,6 +139,7 @@ ELSEWHERE = {
     "make test-sglang": MAKE,
     "rondo train examples/reasoning_gym_mixture.py": "tests/environments/test_reasoning_gym.py::"
     "test_the_example_trains_on_a_mixture",
+    "rondo train examples/text_game.py": "tests/environments/test_text_games.py::test_the_example_plays_its_games",
     "make gpu": MAKE,
     'make gpu PARTS="training gap"': MAKE,
     "rondo init mine.py": "tests/launch/test_init.py::test_on_a_terminal_it_asks_again_where_an_answer_cannot_be",

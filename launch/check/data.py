@@ -34,6 +34,7 @@ from rondo.roles.data.datasets import Dataset, Row, RowError, Rows, demonstratio
 from rondo.roles.data.fingerprints import Fingerprint, Fingerprints, sampled
 from rondo.roles.data.prompts import TooLong, render_prompt, without_media_section
 from rondo.roles.data.row_filters import Filtered
+from rondo.roles.data.sources import MADE
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.processes.guard import guarded
 from rondo.runtime.section import settings_at
@@ -92,7 +93,7 @@ class Opened:
 def is_made(config: RunConfig) -> bool:
     """Whether functions of others make rows: what they give may differ from process to process."""
     made = (
-        data.rows is not None or data.transform is not None or (data.path or "").startswith("gym:")
+        data.rows is not None or data.transform is not None or (data.path or "").startswith(MADE)
         for data in config.named_data().values()
     )  # fmt: skip
     return any(made) or (config.sft is not None and config.sft.rows is not None)

@@ -13,6 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
 from rondo.models.media.refs import Kind
 from rondo.roles.data.cursor import SHARE_OF
+from rondo.roles.data.sources import MADE
 from rondo.roles.engines import ranges
 from rondo.roles.rewards import hub
 from rondo.runtime.section import FunctionRef, Section, nearest
@@ -63,9 +64,9 @@ class SourceConfig(Section):
     """Its share of the rows that are taken, of the sum over all sources: each then goes through passes of its own. None, for all
     sources alike: each row of all sources comes once in a pass."""
     path: str | None = None
-    """Files, a folder, a glob, or a data set of the hub or of reasoning-gym."""
+    """Files, a folder, a glob, or a data set of the hub, of reasoning-gym or of TextArena."""
     args: dict[str, Any] | None = None
-    """What its data set of reasoning-gym is made with."""
+    """What its data set of reasoning-gym, or its game, is made with."""
     rows: FunctionRef | None = None
     """Or a function without arguments that returns the rows."""
     transform: FunctionRef | None = None
@@ -121,11 +122,12 @@ class DataConfig(Section):
     """Settings that say how a prompt is written, wherever it comes from."""
 
     path: str | None = None
-    """A .jsonl or .parquet file, a folder or glob of them, a .json or .csv file, or a data set of the hub ('hub:name/split') or
-    of reasoning-gym ('gym:name'). With '@[a:b]' behind it only rows a to b, as Python slices."""
+    """A .jsonl or .parquet file, a folder or glob of them, a .json or .csv file, a data set of the hub ('hub:name/split') or of
+    reasoning-gym ('gym:name'), or a game of TextArena ('textarena:name'). With '@[a:b]' behind it only rows a to b, as Python
+    slices."""
     args: dict[str, Any] = Field(default_factory=dict)
     """What a data set of reasoning-gym is made with: fields of its configuration, `size` (10,000) and `seed` (0) among them, and
-    the `level` of its curriculum (docs/environments.md)."""
+    the `level` of its curriculum; of a game `size` and `seed` alone (docs/environments.md)."""
     rows: FunctionRef | None = None
     """Or a function without arguments that returns the rows: a list or any iterable of dicts."""
     sources: dict[str, SourceConfig] = Field(default_factory=dict)
@@ -196,10 +198,10 @@ class DataConfig(Section):
         given = {"data": (self.path, self.args)}
         given |= {f"data.sources.{name}": (each.path, each.args or {}) for name, each in self.sources.items()}
         for at, (path, args) in given.items():
-            if args and not (path or "").startswith("gym:"):
+            if args and not (path or "").startswith(MADE):
                 yield (
-                    f"{at}.args must come with a path 'gym:NAME', for whose rows they are, got {args}. Set {at}.path, or remove "
-                    "them"
+                    f"{at}.args must come with a path 'gym:NAME' or 'textarena:NAME', for whose rows they are, got {args}. "
+                    f"Set {at}.path, or remove them"
                 )
         for name in ("chat_template_args", "message_keys", "tools", "system"):
             if getattr(self, name) and not self.apply_chat_template:

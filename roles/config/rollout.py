@@ -156,6 +156,10 @@ def _by_name(tool: object) -> object:
     return f"{code_tools.__name__}:{tool}" if tool in code_tools.NAMES else tool
 
 
+def _game(factory: object) -> object:
+    return "rondo.roles.sampling.text_games:TextGame" if factory == "textarena" else factory
+
+
 class McpConfig(Section):
     """A server of the Model Context Protocol, whose tools the policy may call."""
 
@@ -193,8 +197,9 @@ class EnvironmentConfig(Section):
     """Who answers the policy between its turns: an environment of each sample, tools, or both."""
 
     place = "environment"
-    factory: FunctionRef | None = None
-    """A class, or a function without parameters, that makes the environment of a sample (`roles/sampling/environments.py`)."""
+    factory: Annotated[FunctionRef, BeforeValidator(_game)] | None = None
+    """A class, or a function without parameters, that makes the environment of a sample (`roles/sampling/environments.py`);
+    "textarena" plays the games that rows of 'textarena:NAME' say."""
     tools: tuple[Annotated[FunctionRef, BeforeValidator(_by_name)], ...] = ()
     """Functions with type hints and docstrings that the policy may call: plain ones run in killable processes, async ones in the
     rollout process, each call by itself. "python" and "shell" run what it wrote in the sandbox."""

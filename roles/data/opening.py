@@ -1,7 +1,7 @@
 """Opening: from the settings of a data set to the source of its rows.
 
-Owns what a path means (files, globs, the hub, reasoning-gym, a part of them), rows that functions make, and which columns
-settings name. Does not own how a source reads (`sources.py`) or what columns mean (`datasets.py`).
+Owns what a path means (files, globs, the hub, packages that make rows, a part of them), rows that functions make, and which
+columns settings name. Does not own how a source reads (`sources.py`) or what columns mean (`datasets.py`).
 
     source = open_source(DataConfig(path="data/*.jsonl@[:1000]"))
     len(source), source.read(0), source.name_of(0)  ->  1000, {"question": ...}, "train.jsonl:1"
@@ -21,6 +21,7 @@ import numpy as np
 from rondo.roles.data.fingerprints import digest_of, sampled
 from rondo.roles.data.sources import (
     INSTALL,
+    MADE,
     MOST_MADE,
     MOST_SAMPLED,
     JsonLines,
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
     from rondo.roles.config import DataConfig
 
 _MOST_DRAWN = 16
-"""Rows of reasoning-gym that a digest looks at: some take half a second to make."""
+"""Rows of packages that a digest looks at: some take half a second to make."""
 
 
 def open_source(config: DataConfig) -> Source:
@@ -103,6 +104,10 @@ def _open_path(path: str, config: DataConfig) -> Source:
         from rondo.roles.data.gym import GymRows
 
         return Listed(GymRows(path.removeprefix("gym:"), config.args), path, _MOST_DRAWN)
+    if path.startswith("textarena:"):
+        from rondo.roles.data.text_games import GameRows
+
+        return Listed(GameRows(path.removeprefix("textarena:"), config.args), path, _MOST_DRAWN)
     if path.startswith("hub:"):
         return _open_hub(path, decode=not config.media_columns)
     paths = _files(path)
@@ -174,7 +179,7 @@ def _open_hub(path: str, *, decode: bool) -> Source:
 
 def folder_of(config: DataConfig) -> Path | None:
     """The folder of the data files, of a glob the part before it; None for rows that lie in none."""
-    if config.path is None or config.path.startswith(("hub:", "gym:")):
+    if config.path is None or config.path.startswith(("hub:", *MADE)):
         return None
     path = Path(_cut(config.path)[0])
     if path.is_file():

@@ -44,6 +44,8 @@ _MOST_SCANNED = 4
 _LONG = re.compile(rb"[0-9]{19}")
 """In a number, one that may have more than 64 bits."""
 INSTALL = "Install it: pip install 'rondo-rl[data]'"
+MADE = ("gym:", "textarena:")
+"""Beginnings of paths whose rows a package makes."""
 
 
 class RowError(RondoError, ValueError):
