@@ -23,6 +23,7 @@ from rondo.models.tiny import qwen3, qwen3_vl
 from rondo.roles.config import JobConfig
 from rondo.roles.training.objective import open_policy
 from tests.launch import configs
+from tests.strength import LONG
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_parameters_gradients_and_moments_are_exact(folder: Path, num_ranks: int
     assert found.ended["activations"] + found.ended["logits"] > 0
 
 
-@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("num_ranks", [4, *([1] if LONG else [])])
 def test_beside_adapters_the_base_has_half_the_bytes_no_gradients_and_no_moments(folder: Path, num_ranks: int) -> None:
     config, model = config_of(folder, 'train.lora={"rank": 8}', "train.dtype=bfloat16"), empty_model(str(folder))
     found = Tracer(config, str(folder)).of("actor", num_ranks)
