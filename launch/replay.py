@@ -17,7 +17,6 @@ import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict
-from itertools import takewhile
 from pathlib import Path
 
 import orjson
@@ -95,23 +94,20 @@ def _begun(run: Path, before: RunConfig, step: int) -> int:
             f"RUN must have kept all samples of its steps (samples.keep 1 without samples.rewards), got {before.samples.keep:g} "
             f"and {before.samples.rewards} of {run.name}. Train with --set samples.keep=1"
         )
-    kept = steps_of(run)
-    versions = [0, *(version_of(each) for each in complete(run / "checkpoints"))]
-    able = [takewhile(kept.__contains__, range(first, max(kept, default=-1) + 1)) for first in versions]
-    steps = sorted({step for each in able for step in each})
-    if step not in steps:
+    versions = {0, *(version_of(each) for each in complete(run / "checkpoints"))}
+    spans: list[list[int]] = []  # first and last of steps that follow each other from a checkpoint on
+    for each in steps_of(run):
+        if spans and spans[-1][1] == each - 1:
+            spans[-1][1] = each
+        elif each in versions:
+            spans.append([each, each])
+    if not any(first <= step <= last for first, last in spans):
+        known = ", ".join(f"{first} to {last}" if last > first else str(first) for first, last in spans)
         raise ConfigError(
             f"--step must be one that samples lead to from a checkpoint of {run.name}, or from its start, got {step}. "
-            f"{f'These are steps {_spans(steps)}' if steps else 'There is none'}"
+            f"{f'These are steps {known}' if known else 'There is none'}"
         )
     return max(each for each in versions if each <= step)
-
-
-def _spans(steps: list[int]) -> str:
-    """ "0 to 3, 7"."""
-    ends = [step for step in steps if step + 1 not in steps]
-    begins = [step for step in steps if step - 1 not in steps]
-    return ", ".join(f"{a} to {b}" if b > a else f"{a}" for a, b in zip(begins, ends, strict=True))
 
 
 def settings_of(before: RunConfig, run: Path, begun: int, step: int) -> RunConfig:
