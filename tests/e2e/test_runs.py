@@ -20,7 +20,7 @@ from rondo.launch.rundir import supervisor_record
 from rondo.roles.training.trained_samples import rows_of_step, steps_of
 from rondo.runtime.checkpoints import newest_complete, resets
 from tests.e2e.agent import ask_the_policy
-from tests.e2e.runs import QUICKSTART, ROOT, Ended, command, finish, left_behind, read_until, start, train
+from tests.e2e.runs import QUICKSTART, ROOT, TINY, Ended, command, finish, left_behind, read_until, start, train
 from tests.launch.hand import crossing
 from tests.launch.metrics.test_grafana import asked
 from tests.runtime.admin.certificates import CERT, KEY
@@ -138,7 +138,7 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
         (tmp_path / kind).write_text(text)
         (tmp_path / kind).chmod(0o600)
     secure = (f"rollout.endpoint.tls_cert={tmp_path}/cert", f"rollout.endpoint.tls_key={tmp_path}/key")
-    sets = (*endless, *secure, f"groups={FEWER}", f"admin.token_file={planted}")  # everything starts three times
+    sets = (*TINY, *endless, *secure, f"groups={FEWER}", f"admin.token_file={planted}")  # everything starts three times
     running = start(command(tmp_path, "--kill", "store@5", sets=sets, config=config), tmp_path)
     read_until(running, "step=1/")
     config.write_text(config.read_text().replace("return 2.0 *", "return 7.0 *"))
