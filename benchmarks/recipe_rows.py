@@ -25,17 +25,15 @@ DAPO = (
     "Solve the following math problem step by step. The last line of your response should be of the form Answer: $Answer.\n\n",
     '\n\nRemember to put your answer on its own line after "Answer:".',
 )
-BELOW = "Which of the two digits are below five?"
+SEEN, HEARD, BELOW = "Which digit is shown?", "Which digit is said?", "Which of the two digits are below two?"
 BOTH_OPTIONS = ("A. both", "B. only the one in the picture", "C. only the one that is said", "D. neither")
-HEARD, SEEN = "Among which is the digit that is said?", "Among which is the digit that is shown?"
-FOUR_CHOICES, FIVE_CHOICES = ("0, 1, 2", "3, 4", "5, 6, 7", "8, 9"), ("0, 1", "2, 3", "4, 5", "6, 7", "8, 9")
-FOUR_OPTIONS, FIVE_OPTIONS = (
-    tuple(f"{letter}. {choice}" for letter, choice in zip("ABCDE", choices, strict=False))
-    for choices in (FOUR_CHOICES, FIVE_CHOICES)
-)
-FOUR = "AAABBCCCDD"
+NUM_DIGITS, NUM_MOVING = 4, 5
+"""Digits of a form: one a choice, from 0 on."""
+DIGIT_OPTIONS = tuple(f"{letter}. {digit}" for digit, letter in enumerate("ABCDE"))
 WORDS = (
-    *DAPO, "<answer>", "</answer>", BELOW, *BOTH_OPTIONS, HEARD, SEEN, *FOUR_OPTIONS, *FIVE_OPTIONS,
+    *DAPO, "<answer>", "</answer>", "system\n", "user\n", "assistant\n",
+    "\n".join((SEEN, *DIGIT_OPTIONS[:NUM_DIGITS])), "\n\n".join((HEARD, "\n".join(DIGIT_OPTIONS[:NUM_DIGITS]))),
+    "\n\n".join((BELOW, "\n".join(BOTH_OPTIONS))), "\n\n".join((SEEN, "\n".join(DIGIT_OPTIONS))),
 )  # fmt: skip
 """What a tiny model's tokenizer has whole."""
 
@@ -47,8 +45,8 @@ def demonstrate(prompt: Any, label: str, draw: random.Random) -> str:
 
 
 def below(first: int, second: int) -> int:
-    """The number of the right choice: both digits are below five, the first alone, the second alone, or neither."""
-    return 2 * (first >= 5) + (second >= 5)
+    """The number of the right choice: both digits are below two, the first alone, the second alone, or neither."""
+    return 2 * (first >= 2) + (second >= 2)
 
 
 def dapo(folder: Path, num_rows: int, problems: Sequence[tuple[str, str]] = ()) -> dict[str, str]:
@@ -81,9 +79,9 @@ def open_r1(folder: Path, num_rows: int) -> dict[str, str]:
     import pyarrow
     import pyarrow.parquet
 
-    problem, rows = "\n".join((SEEN, *FOUR_OPTIONS)), []
+    problem, rows = "\n".join((SEEN, *DIGIT_OPTIONS[:NUM_DIGITS])), []
     for picture, digit in media("image", num_rows):
-        answer = FOUR[digit]
+        answer = "ABCD"[digit]
         rows.append(
             {
                 "image": {"bytes": picture, "path": None}, "problem": problem,
@@ -115,7 +113,7 @@ def avqa(folder: Path, num_rows: int, num_held_out: int, *, picture: bool = True
                 (folder / part / path["image"]).write_bytes(drawn)
                 right, problem, options = "ABCD"[below(seen, heard)], BELOW, BOTH_OPTIONS
             else:
-                right, problem, options = FOUR[heard], HEARD, FOUR_OPTIONS
+                right, problem, options = "ABCD"[heard], HEARD, DIGIT_OPTIONS[:NUM_DIGITS]
             rows.append(
                 {
                     "problem_id": number, "problem": problem, "data_type": "image_audio" if picture else "audio",
@@ -138,10 +136,10 @@ def nextqa(folder: Path, num_rows: int) -> dict[str, str]:
         writer = csv.writer(file)
         named = ["video", "frame_count", "width", "height", "question", "answer", "qid", "type", *columns]
         writer.writerow(named)
-        for number, (picture, digit) in enumerate(media("image", num_rows)):
+        for number, (picture, digit) in enumerate(media("image", num_rows, NUM_MOVING)):
             (videos / f"{number}.mp4").write_bytes(video([picture, *(moved(picture, draw) for _ in range(3))]))
             asked = SEEN[0].lower() + SEEN[1:].rstrip("?")
-            writer.writerow([number, 4, 28, 28, asked, digit // 2, 0, "DO", *FIVE_CHOICES])
+            writer.writerow([number, 4, 28, 28, asked, digit, 0, "DO", *range(NUM_MOVING)])
     return {"data.path": str(path), "media.root": str(videos)}
 
 
@@ -171,8 +169,8 @@ def video(pictures: Sequence[bytes]) -> bytes:
     return file.getvalue()
 
 
-def media(kind: str, count: int) -> list[tuple[Any, int]]:
-    """The first pictures or sounds, and their digits, which those of another kind do not tell."""
+def media(kind: str, count: int, num_digits: int = NUM_DIGITS) -> list[tuple[Any, int]]:
+    """The first pictures or sounds of digits below `num_digits`, and the digits, which those of another kind do not tell."""
     sys.path.insert(0, str(EXAMPLES))
     try:
         digits = __import__("digits")
@@ -180,9 +178,9 @@ def media(kind: str, count: int) -> list[tuple[Any, int]]:
         sys.path.remove(str(EXAMPLES))
     if os.environ.get("DIGITS") is None:
         draw, make = random.Random(kind), digits._drawn if kind == "image" else digits._dialled
-        chosen = [draw.randrange(10) for _ in range(count)]
+        chosen = [draw.randrange(num_digits) for _ in range(count)]
         return [(make(digit, draw), digit) for digit in chosen]
-    found: list[tuple[Any, int]] = digits._all_media(kind)
+    found: list[tuple[Any, int]] = [medium for medium in digits._all_media(kind) if medium[1] < num_digits]
     if len(found) < count:
         raise SystemExit(f"rows must be at most the {len(found)} of kind {kind}, got {count}. Ask for fewer")
     return found[:count]

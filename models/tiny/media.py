@@ -34,6 +34,8 @@ class Sizes:
     patch_size: int = 8
     max_positions: int = 4096
     tie_embeddings: bool = True
+    init_std: float = 0.02
+    """Of the weights, the library's; with 0.08 these narrow layers learn to see in a third of the steps."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -48,6 +50,7 @@ class Sizes:
             "num_hidden_layers": self.num_layers, "num_attention_heads": self.num_heads,
             "num_key_value_heads": self.num_kv_heads, "head_dim": self.hidden_size // self.num_heads,
             "max_position_embeddings": self.max_positions, "tie_word_embeddings": self.tie_embeddings,
+            "initializer_range": self.init_std,
             "rope_parameters": {
                 "rope_type": "default", "rope_theta": 10000.0, "mrope_section": [half - 2 * side, side, side],
                 "mrope_interleaved": True,
@@ -66,6 +69,7 @@ class Sizes:
             "depth": self.vision_layers, "hidden_size": self.vision_size, "intermediate_size": 2 * self.vision_size,
             "num_heads": 4, "patch_size": self.patch_size, "spatial_merge_size": 2, "temporal_patch_size": 2,
             "out_hidden_size": self.hidden_size, "num_position_embeddings": _GRID**2,
+            "initializer_range": self.init_std,
         }  # fmt: skip
 
 

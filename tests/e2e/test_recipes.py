@@ -21,10 +21,10 @@ from tests.strength import LONG
 EXAMPLES = ROOT / "examples" / "full_size"
 NUM_ROWS = 12
 RECIPES: dict[str, tuple[Callable[[Path], dict[str, str]], str, str | None]] = {
-    "avqa_qwen3_omni_30b_lora": (lambda to: recipe_rows.avqa(to, NUM_ROWS, 4), "below five?", "mixed"),
+    "avqa_qwen3_omni_30b_lora": (lambda to: recipe_rows.avqa(to, NUM_ROWS, 4), "below two?", "mixed"),
     "dapo_math_qwen3_4b": (lambda to: recipe_rows.dapo(to, NUM_ROWS) | recipe_rows.aime(to, 4), "last line", None),
-    "open_r1_qwen3_vl_4b": (lambda to: recipe_rows.open_r1(to, NUM_ROWS), "8, 9", "image"),
-    "nextqa_qwen3_omni_30b_lora": (lambda to: recipe_rows.nextqa(to, NUM_ROWS), "8, 9", "video"),
+    "open_r1_qwen3_vl_4b": (lambda to: recipe_rows.open_r1(to, NUM_ROWS), "D. 3", "image"),
+    "nextqa_qwen3_omni_30b_lora": (lambda to: recipe_rows.nextqa(to, NUM_ROWS), "E. 4", "video"),
 }
 """Recipe -> (its rows, what its questions hold, the kind of its rows)."""
 

@@ -130,13 +130,16 @@ def test_every_parameter_of_a_tower_belongs_to_a_part_of_it(folder: Path) -> Non
     assert {part_of(family, name) for name, _ in model.named_parameters()} == {"language", *family.parts}
 
 
-def test_equal_arguments_build_equal_weights_and_other_seeds_others(tmp_path: Path) -> None:
+def test_equal_arguments_build_equal_weights_and_other_seeds_others_as_wide_as_asked(tmp_path: Path) -> None:
     stored = []
-    for number, seed in enumerate((0, 0, 1)):
+    for number, (seed, init_std) in enumerate(((0, 0.02), (0, 0.02), (1, 0.02), (0, 0.08))):
         path = tmp_path / str(number)
         path.mkdir()
-        qwen3_vl.build(path, seed=seed)
+        qwen3_vl.build(path, seed=seed, init_std=init_std)
         stored.append((path / "model.safetensors").read_bytes())
+        for name, weight in load_file(path / "model.safetensors").items():
+            if name.endswith(("q_proj.weight", "qkv.weight")):  # of the decoder, of the tower
+                assert weight.std().item() == pytest.approx(init_std, rel=0.1)
     assert stored[0] == stored[1] != stored[2]
 
 

@@ -89,7 +89,7 @@ def test_rows_of_avqa_show_picture_and_sound_of_their_own_part_and_ask_for_a_let
 def test_the_digit_in_a_picture_does_not_tell_which_one_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DIGITS", raising=False)
     seen, heard = ([digit for _, digit in recipe_rows.media(kind, 400)] for kind in ("image", "audio"))
-    assert len(set(zip(seen, heard, strict=True))) > 90  # of 100 pairs
+    assert len(set(zip(seen, heard, strict=True))) == 16
 
 
 def test_rows_of_nextqa_show_the_file_of_their_video_and_ask_for_a_letter(tmp_path: Path) -> None:
@@ -99,9 +99,7 @@ def test_rows_of_nextqa_show_the_file_of_their_video_and_ask_for_a_letter(tmp_pa
     [video] = located(row.media, config.data, config.media)
     assert (config.media.root / str(video.source)).is_file() and row.label in "ABCDE"
     _, user = messages_of(row, config.data)
-    assert user["content"][-1]["text"].startswith(
-        "Among which is the digit that is shown?\n\nA. 0, 1\nB. 2, 3\nC. 4, 5"
-    )
+    assert user["content"][-1]["text"].startswith("Which digit is shown?\n\nA. 0\nB. 1\nC. 2\nD. 3\nE. 4")
     assert scores(config, row.label, f"<think>so</think><answer>{row.label}</answer>", row.label) == [1.0, 0.0]
 
 
