@@ -60,9 +60,11 @@ def main(path: Path, *, step: int, plain: bool, as_json: bool) -> int:
             _link(run, made.path, begun)
         outcome = train.supervised(train.settings_of(made), made, options, admin, nursery, specs, attempt=0)
     say(f"run directory: {made.path}")
+    if outcome.exit_code == EXIT_REQUEUE:
+        return _EXIT_INTERRUPTED
     if outcome.exit_code != EXIT_DONE:
         print(outcome.first_cause, file=sys.stderr)
-        return _EXIT_INTERRUPTED if outcome.exit_code == EXIT_REQUEUE else EXIT_FAILED
+        return EXIT_FAILED
     return tell(run, made.path, step, as_json=as_json)
 
 
