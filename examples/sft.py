@@ -3,8 +3,9 @@
     rondo train examples/sft.py
 
 Each chat asks to sort digits, and then for the least of them; both answers are learnt (`turns="all"`). What is held out is
-measured beside the training: its loss, and the share of its tokens that the model finds likeliest. The result is a folder that a
-run with rollouts begins with: `--set model.path=runs/sft/checkpoints/step_000200/hf`.
+measured beside the training: its loss, the share of its tokens that the model finds likeliest, and, in a process of its own, how
+many of the answers that it samples are right. The result is a folder that a run with rollouts begins with:
+`--set model.path=runs/sft/checkpoints/step_000200/hf`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 from rondo.launch.config import RunConfig
 from rondo.launch.modes import trainer
 from rondo.models.config import ModelConfig
-from rondo.roles.config import DataConfig, SftConfig, TrainConfig
+from rondo.roles.config import DataConfig, EvalConfig, RewardConfig, SftConfig, TrainConfig
 
 
 def chats(num_rows: int = 6000, seed: int = 0) -> list[dict[str, Any]]:
@@ -30,10 +31,15 @@ def chats(num_rows: int = 6000, seed: int = 0) -> list[dict[str, Any]]:
     return rows
 
 
+def exact(response: str, label: str, *, prompt: Any, metadata: dict[str, object]) -> float:
+    """1 for the right answer."""
+    return float(response == label)
+
+
 config = RunConfig(
     name="sft",
     job="sft",
-    groups=trainer(),
+    groups=trainer(rollout=True),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 128, "num_layers": 2}),
     sft=SftConfig(
         data=DataConfig(rows=chats, prompt="messages", label=None, apply_chat_template=True, held_out=256),
@@ -44,5 +50,7 @@ config = RunConfig(
         warmup_steps=20,
         evaluate_every=50,
     ),
+    evaluation=EvalConfig(num_prompts=128, every=50, max_new_tokens=6),
+    reward=RewardConfig(function=exact),
     train=TrainConfig(save_every=100),
 )

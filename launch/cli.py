@@ -156,7 +156,7 @@ def sft(config: Path, sets: Sequence[str], *, plain: bool) -> int:
         from rondo.launch.config import override
         from rondo.launch.train import TrainOptions, main
 
-        alone = override(settings, ["job=sft", "num_steps=None", f"name={settings.name}-sft"])
+        alone = override(settings, ["job=sft", "num_steps=None", "evaluation=None", f"name={settings.name}-sft"])
         return main(alone, TrainOptions(config, (), plain), nursery)
 
 

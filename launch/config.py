@@ -27,6 +27,7 @@ from rondo.launch.autoscale.decide import AutoscaleConfig
 from rondo.launch.groups import RoleGroup, RoleName
 from rondo.launch.track.settings import TrackerConfig
 from rondo.roles.config import JobConfig
+from rondo.roles.config.supervised import answers_are_not_measured
 from rondo.runtime.config import AdminConfig, PreemptionConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import confirm, load_file
@@ -67,8 +68,14 @@ class RunConfig(JobConfig):
 
     def derive(self) -> None:
         super().derive()
-        if self.job != "rl" and (trains := self.group_of("actor")) is not None:
-            self.__dict__.update(groups=(trains.model_copy(update={"roles": ("actor",)}),), roles={})
+        if self.job != "rl" and self.group_of("actor") is not None:
+            stay = {"actor"} if self.evaluation is None or self.job == "reward_model" else {"actor", "rollout"}
+            kept = (
+                (each, tuple(role for role in ("rollout", "actor") if role in stay.intersection(each.roles)))
+                for each in self.groups
+            )
+            groups = tuple(each.model_copy(update={"roles": roles}) for each, roles in kept if roles)
+            self.__dict__.update(groups=groups, roles={})
         # Where generation and training take turns the data are on-policy unless asked otherwise. The field stays
         # "not set", so that `override` derives it anew when the groups change.
         if "max_staleness" not in self.model_fields_set and self.group_of("actor") is self.group_of("rollout"):
@@ -84,6 +91,7 @@ class RunConfig(JobConfig):
                 yield f"trackers must have different names, got {name!r} twice. Remove one"
         if self.job != "rl":
             yield from self._groups_are_not_deterministic() if self.deterministic else ()
+            yield from self._answers_are_not_measured()
             return
         yield from self._roles_are_not_used()
         yield from self._servers_have_other_devices()
@@ -144,6 +152,17 @@ class RunConfig(JobConfig):
                     if trained == "actor"
                     else text.replace("train.mesh", "critic.mesh").replace("actor's", "critic's")
                 )
+
+    def _answers_are_not_measured(self) -> Iterator[str]:
+        """Of a job without rollouts."""
+        if (measures := self.group_of("rollout")) is None:
+            return
+        yield from answers_are_not_measured(self)
+        if "actor" not in measures.roles and measures.replicas * measures.processes > 1:
+            yield (
+                f"groups[{measures.name}] must have one process with job {self.job!r}, which measures the answers of one version "
+                f"after the other, got {measures.replicas} x {measures.processes}. Set replicas and processes to 1"
+            )
 
     def _roles_are_not_used(self) -> Iterator[str]:
         algorithm, reference, actor_fwd = self.algorithm, self.group_of("reference"), self.group_of("actor_fwd")

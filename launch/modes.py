@@ -117,9 +117,13 @@ def fully_async(
     )
 
 
-def trainer(*, processes: int = 1, threads: int = 1, devices: int = 0) -> tuple[RoleGroup, ...]:
-    """Processes that train and do nothing else, for a `job` without rollouts."""
-    return (_replicas("actor", 1, threads, devices, processes),)
+def trainer(
+    *, processes: int = 1, threads: int = 1, devices: int = 0, rollout: bool = False, rollout_devices: int = 0
+) -> tuple[RoleGroup, ...]:
+    """Processes that train and do nothing else, for a `job` without rollouts. rollout: and one beside them that measures their
+    answers, by `evaluation`."""
+    measures = (_replicas("rollout", 1, 1, rollout_devices),) if rollout else ()
+    return (*measures, _replicas("actor", 1, threads, devices, processes))
 
 
 def _replicas(role: RoleName, replicas: int, threads: int = 1, devices: int = 0, processes: int = 1) -> RoleGroup:

@@ -29,8 +29,8 @@ ROLE_CLASSES: Mapping[str, str] = {
     "advantages": "rondo.roles.advantages:AdvantagesRole",
     "critic": "rondo.roles.critic:CriticRole",
 }
-JOB_CLASS = "rondo.roles.supervised:SupervisedRole"
-"""What the actor's processes run in a job without rollouts."""
+JOB_CLASSES = {"actor": "rondo.roles.supervised:SupervisedRole", "rollout": "rondo.roles.evaluate:AnswersRole"}
+"""Of a job without rollouts: what trains, and what measures its answers."""
 
 
 def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
@@ -40,7 +40,7 @@ def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
 
 def spec_of(config: RunConfig, group: RoleGroup, name: str) -> GroupSpec:
     """One replica of a role group."""
-    classes = ROLE_CLASSES if config.job == "rl" else {"actor": JOB_CLASS}
+    classes = ROLE_CLASSES if config.job == "rl" else JOB_CLASSES
     return GroupSpec(
         name=name,
         role=group.name,
@@ -77,7 +77,8 @@ def coordinator_config(config: RunConfig, num_rows: int, routed_bytes: int = 0) 
     """The rules of this run, which `CoordinatorConfig.load` reads back from their JSON. num_rows: rows to train on, which
     `num_passes` turns into the end of the data; routed_bytes: of the experts of a token."""
     roles = {role for group in config.groups for role in group.roles}
-    rollout, passes, evaluation = config.rollout, config.data.num_passes, config.evaluation
+    rollout, passes = config.rollout, config.data.num_passes
+    evaluation = config.evaluation if config.job == "rl" else None  # else the trainer says what is due
     actor, source = config.group_of("actor"), config.group_of("rollout")
     assert actor is not None
     rules = Rules(

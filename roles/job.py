@@ -85,8 +85,8 @@ async def _open(ctx: WorkerContext) -> Job:
     member = Member(ctx.group, ctx.incarnation, ctx.rank, ctx.world_size, ctx.attempt)
     bus = Bus(member, ctx.coordinator, ctx.segments)
     await bus.open()
-    roles = _roles(ctx.run_dir)
-    together = {"actor", "rollout"} <= roles.get(ctx.role_group, set())
+    roles = roles_of(ctx.run_dir)
+    together = config.job == "rl" and {"actor", "rollout"} <= roles.get(ctx.role_group, set())
     lends = together and ctx.world_size == 1 and config.can_lend_weights  # of several ranks each has a shard
     takes_turns = together and config.max_staleness == 0
     has_actor_fwd = any("actor_fwd" in each for each in roles.values())
@@ -126,7 +126,7 @@ def _judge_paths(run_dir: Path, config: JobConfig) -> dict[str, str]:
     return {name: paths[name] if model.recipe is None else str(run_dir / paths[name]) for name, model in models.items()}
 
 
-def _roles(run_dir: Path) -> dict[str, set[str]]:
+def roles_of(run_dir: Path) -> dict[str, set[str]]:
     """The roles of every role group, by its name."""
     resolved = orjson.loads((run_dir / "config.resolved.json").read_bytes())
     return {group["name"]: set(group["roles"]) for group in resolved["groups"]}

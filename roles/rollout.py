@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict
 from typing import Any
@@ -21,7 +21,9 @@ from rondo.comm.bus.versions import EVALUATION_READER
 from rondo.comm.weights.slab import WeightSlab
 from rondo.models.device_memory import device_memory
 from rondo.models.load import load_tokenizer
-from rondo.roles.data.datasets import RowError, open_splits, train_order
+from rondo.roles.config import JobConfig
+from rondo.roles.data.cursor import Order
+from rondo.roles.data.datasets import RowError, Rows, open_splits, train_order
 from rondo.roles.data.fingerprints import Fingerprints
 from rondo.roles.data.media import MediaPool
 from rondo.roles.data.next_rows import next_rows
@@ -34,7 +36,7 @@ from rondo.roles.engines.rates import Rates
 from rondo.roles.engines.replica import ROLE, Replica
 from rondo.roles.engines.stops import stops_of
 from rondo.roles.forward import REPORT_S
-from rondo.roles.job import SLAB, open_job
+from rondo.roles.job import SLAB, Job, open_job
 from rondo.roles.resumed import KeptSamples
 from rondo.roles.rewards.genrm import Genrm, Records
 from rondo.roles.rewards.pool import RewardPool
@@ -78,7 +80,7 @@ class RolloutRole:
 
     async def run(self) -> None:
         ctx = self._ctx
-        self._job = job = await open_job(ctx)
+        self._job = job = await self._open_job()
         config, limits = job.config, job.config.reward
         use(config.sandbox.settings)  # and so do the processes of rewards and tools
         self._judges = judges = dict[str, Genrm | Scorer]()
@@ -129,8 +131,7 @@ class RolloutRole:
                 with ctx.section("load", ctx.load_s + starting_s):
                     tokenizer = await ctx.compute(load_tokenizer, job.model_path)
                     stops = stops_of(job.model_path, tokenizer, config.rollout.stop, config.rollout.max_new_tokens)
-                    rows, held_out = await ctx.compute(open_splits, config, Fingerprints.of_run(ctx.run_dir))
-                    order = await ctx.compute(train_order, config, rows)
+                    rows, order, held_out = await ctx.compute(self._open_data, config)
                     if environments is not None:
                         workflow = environments.workflow(tokenizer)
                     elif agents is not None:
@@ -171,6 +172,14 @@ class RolloutRole:
             if told := self._asked():
                 await ctx.report("metrics", told | {"rank": ctx.rank})
         await replica.close()
+
+    async def _open_job(self) -> Job:
+        return await open_job(self._ctx)
+
+    def _open_data(self, config: JobConfig) -> tuple[Rows, Order, Mapping[str, Rows]]:
+        """What prompt groups are of, in which order, and what is evaluated on."""
+        rows, held_out = open_splits(config, Fingerprints.of_run(self._ctx.run_dir))
+        return rows, train_order(config, rows), held_out
 
     def _endpoint(self) -> AbstractAsyncContextManager[None]:
         """Answers agents beside the samples of the run, where the settings ask for it."""

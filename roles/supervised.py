@@ -25,16 +25,18 @@ from typing import Any
 from rondo.models.attention import chosen
 from rondo.roles.config import JobConfig, SupervisedConfig
 from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
-from rondo.roles.job import open_settings
+from rondo.roles.job import open_settings, roles_of
+from rondo.roles.sampling.versions import Versions
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.preference import PreferenceLoss
 from rondo.roles.training.room import save_last, when_there_is_room
 from rondo.roles.training.supervised import Learning
 from rondo.roles.training.warm_up import open_learning
-from rondo.runtime.checkpoints import complete, folder_of, newest_complete, resets
-from rondo.runtime.waits import wait_for
+from rondo.runtime.checkpoints import NoRoom, complete, folder_of, newest_complete, resets
+from rondo.runtime.waits import wait_for, waiting
 from rondo.runtime.worker.context import WorkerContext
 
+_LOOK_S = 0.2
 _TELL_S = 10.0
 """How often the pass over the rows before the first step says how far it is."""
 
@@ -51,6 +53,7 @@ class SupervisedRole:
         self._config: JobConfig
         self._own: SupervisedConfig
         self._path: str
+        self._versions: Versions | None = None
         self._writing: asyncio.Task[None] | None = None
         self._newer = asyncio.Event()
         """Set when the next checkpoint is due: one that waits for room gives way."""
@@ -60,6 +63,8 @@ class SupervisedRole:
         self._config, self._path, device = open_settings(ctx)
         assert self._config.own is not None
         self._own = self._config.own
+        measures = any("rollout" in each for each in roles_of(ctx.run_dir).values())
+        self._versions = Versions(ctx.run_dir, ctx.attempt) if measures else None
         with ctx.section("load", ctx.load_s):
             await ctx.compute(ctx.init_process_group, device)
             await ctx.compute(self._open, device)
@@ -75,7 +80,11 @@ class SupervisedRole:
         async with asyncio.TaskGroup() as tasks:  # a checkpoint that cannot be written ends the role with its error
             version, is_done = await self._train(version, tasks)
             await self._settled()
+        if is_done:
+            await self._hand_over(version, is_last=True)
         await self._save_last(version, is_done=is_done)
+        if is_done and ctx.rank == 0 and self._versions is not None:
+            self._versions.end()
 
     def _open(self, device: str) -> None:
         """With the weights that the job begins with (on the compute thread, collective)."""
@@ -125,6 +134,9 @@ class SupervisedRole:
         kept = {"version": 0, "position": 0} if folder is None else self._backend.load_checkpoint(folder, fresh)
         self._backend.count_from(fresh, int(kept["version"]))
         self._learning = self._learn(kept["position"])
+        if self._versions is not None and self._ctx.rank == 0:
+            self._versions.begin(int(kept["version"]))
+        self._backend.sum_over_ranks([])  # nobody looks before that
         return int(kept["version"])
 
     @property
@@ -136,6 +148,7 @@ class SupervisedRole:
         ctx, own, every = self._ctx, self._own, self._config.train.save_every
         if version == 0:
             await self._measure(version)
+            await self._hand_over(version)
         num_steps = self._config.num_steps
         while version < num_steps:
             began = time.monotonic()
@@ -155,6 +168,7 @@ class SupervisedRole:
                 await ctx.report("committed", {"version": version})
             if own.evaluate_every is not None and (version % own.evaluate_every == 0 or version == num_steps):
                 await self._measure(version)
+            await self._hand_over(version)
             if every is not None and version % every == 0 and version < num_steps:
                 await self._save(version, tasks)
         return version, True
@@ -174,6 +188,33 @@ class SupervisedRole:
             figures = await ctx.working("evaluate", self._learning.evaluate)
         if ctx.rank == 0:
             await ctx.report("metrics", {"evaluation": {"version": version, "reward": None, "figures": figures}})
+
+    async def _hand_over(self, version: int, *, is_last: bool = False) -> None:
+        """The weights to who measures their answers, where that is due; one version may wait beside the one that is measured
+        (collective)."""
+        ctx, backend, versions, evaluation = self._ctx, self._backend, self._versions, self._config.evaluation
+        if versions is None or evaluation is None:
+            return
+        every = evaluation.every is not None and version > 0 and version % evaluation.every == 0
+        due = every or (evaluation.at_start and version == 0) or (evaluation.at_end and is_last)
+        if not due or versions.knows(version):
+            return
+        async with waiting("evaluation", peer="rollout", deadline_s=None):
+            while True:
+                told = [float(ctx.stopping.is_set()), float(len(versions.waiting()) > 1)]
+                stops, crowded = await ctx.compute(backend.sum_over_ranks, told)
+                if stops:
+                    return
+                if not crowded:
+                    break
+                ctx.progress()  # who measures has deadlines of its own
+                await asyncio.sleep(_LOOK_S)
+        try:
+            with ctx.section("save", self._config.supervision.save_s):
+                await ctx.compute(backend.export, versions.folder_of(version), self._path)
+        except NoRoom as error:
+            if ctx.rank == 0:
+                await ctx.report("evaluation_skipped", {"version": version, "why": str(error)})
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -39,11 +39,19 @@ _GSM8K = (*_SHORT, "data.held_out=8", _TWO_GROUPS)
 RUN_HERE = {
     "rondo show examples/quickstart.py --set train.lr=1e-5": (),
     "rondo show examples/quickstart.py --set algorithm.kl_coef=0.05 --changed": (),
-    "rondo train examples/sft.py": ("sft.steps=4", "sft.warmup_steps=1", "sft.batch_size=8", "train.save_every=2"),
+    "rondo train examples/sft.py": (
+        "evaluation.num_prompts=8",
+        "evaluation.every=2",
+        "sft.steps=4",
+        "sft.warmup_steps=1",
+        "sft.batch_size=8",
+        "train.save_every=2",
+    ),
     "rondo train examples/dpo.py": (
         "dpo.steps=4",
         "dpo.warmup_steps=1",
         "dpo.batch_size=8",
+        "evaluation.num_prompts=8",
         "model.build_args={'steps': 6}",
     ),
     "rondo train examples/reward_model.py": (

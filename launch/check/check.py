@@ -155,7 +155,7 @@ def _job(config: RunConfig, own: SupervisedConfig, facts: Facts) -> Iterator[Fin
         f"a step trains {own.batch_size} rows on {trains.processes} process(es), in {config.train.dtype}, at most "
         f"{own.micro_batch_tokens} tokens at once"
     )
-    if names := unread(config):
+    if names := unread(config, measures=config.group_of("rollout") is not None):
         yield note(
             f"job {config.job!r} goes by {config.job} and what train says of the model, and not by {', '.join(names)}. Leave "
             f"them out, unless they are of a run with job 'rl', and set what is meant in {config.job}"

@@ -91,6 +91,8 @@ def main() -> None:
             report.look(lambda: try_scorer(config, report, rows), "scorer")
         report.look(lambda: look_at_workflow(config), "rollout.workflow")
         look_at_own(config, report)
+    elif config.group_of("rollout") is not None and config.reward.function != NO_REWARD:
+        report.look(lambda: look_at_reward(config, report, look_at_rows), "reward.function")
     else:
         look_at_rows()
     (folder / ANSWER).write_bytes(report.to_json())

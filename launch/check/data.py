@@ -33,6 +33,7 @@ from rondo.roles.data.cursor import Order, Permutation
 from rondo.roles.data.datasets import Dataset, Row, RowError, Rows, demonstrations, open_splits, order_of, train_order
 from rondo.roles.data.fingerprints import Fingerprint, Fingerprints, sampled
 from rondo.roles.data.prompts import TooLong, render_prompt, without_media_section
+from rondo.roles.data.questions import answered_sets
 from rondo.roles.data.row_filters import Filtered
 from rondo.roles.data.sources import MADE
 from rondo.runtime.errors import ConfigError, RondoError
@@ -43,6 +44,8 @@ if TYPE_CHECKING:
     from rondo.roles.config import DataConfig
     from rondo.roles.training.sft import Prepare
 
+HELD_OUT = "held out"
+"""Of a job without rollouts: the rows whose loss is measured."""
 _NUM_ROWS = 1024
 """Rows of a data set that are made into prompts, spread over those that the run takes; what share of all is too long is then
 known to 1.6 % (one standard error)."""
@@ -84,7 +87,10 @@ class Opened:
         fingerprints = Fingerprints()
         if config.own is not None:
             shown, held_out = demonstrations(config, fingerprints)
-            return Opened(shown, {} if held_out is None else {"held out": held_out}, shown, fingerprints)
+            measured: dict[str, Rows] = {} if held_out is None else {HELD_OUT: held_out}
+            if config.group_of("rollout") is not None:
+                measured |= answered_sets(config, held_out, fingerprints)
+            return Opened(shown, measured, shown, fingerprints)
         train, sets = open_splits(config, fingerprints)
         own = config.sft is not None and config.sft.demonstrate is None
         return Opened(train, sets, demonstrations(config, fingerprints)[0] if own else None, fingerprints)
@@ -155,13 +161,16 @@ def look_at_data(
     opened = Opened.of(config)
     report.facts.fingerprints = opened.fingerprints.found
     report.facts.num_rows = len(opened.train)
-    report.facts.num_held_out = sum(map(len, opened.sets.values()))
+    held_out = {HELD_OUT: opened.sets.get(HELD_OUT, ())} if config.own is not None else opened.sets
+    report.facts.num_held_out = sum(map(len, held_out.values()))
     make = _Maker(config, report, tokenizers)
     parts: list[_Part] = []
     if config.job == "rl":
         order, most = train_order(config, opened.train), config.num_steps * config.rollout.prompts_per_step
         parts.append(_Part("data", opened.train, config.data, order, most, make.prompt))
-    for name, rows in opened.sets.items() if config.job == "rl" else ():
+    for name, rows in opened.sets.items():
+        if name == HELD_OUT:
+            continue
         assert config.evaluation is not None
         section = f"evaluation.sets.{name}" if config.evaluation.sets else "evaluation"
         settings = config.evaluation.named_sets()[name]

@@ -36,10 +36,15 @@ def step_records(path: Path) -> list[dict[str, Any]]:
 
 def evaluation_records(path: Path) -> list[dict[str, Any]]:
     """One evaluation a policy version, in order of versions: {"version", "reward", "num_samples", "num_failed", "sets"}.
-    One that was made again after a restart counts as its last; those that somebody asked for do not, of whichever sets."""
+    One that was made again after a restart counts as its last; those that somebody asked for do not, of whichever sets. Of a job
+    without rollouts a version has what was measured of its loss and of its answers in one."""
     every = (record["evaluation"] for record in read_records(path) if "evaluation" in record)
     found = (record for record in every if not record.get("label", "").startswith(ASKED))
-    versions = {record["version"]: record for record in found}
+    versions = dict[int, dict[str, Any]]()
+    for record in found:
+        before = versions.get(record["version"], {})
+        told = {name: value for name, value in record.items() if value is not None or name not in before}
+        versions[record["version"]] = before | told
     return [versions[version] for version in sorted(versions)]
 
 

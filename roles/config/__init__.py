@@ -413,7 +413,7 @@ class JobConfig(Section):
     @property
     def num_pinned(self) -> int:
         """Slots of the weight slab for versions that are being evaluated."""
-        return int(self.evaluation is not None and self.evaluation.every is not None)
+        return int(self.job == "rl" and self.evaluation is not None and self.evaluation.every is not None)
 
     @property
     def num_weight_slots(self) -> int:

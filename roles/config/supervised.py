@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from rondo.roles.config.data import DataConfig
+from rondo.roles.config.data import NO_REWARD, DataConfig
 from rondo.roles.config.training import Betas, OptimizerConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.section import FunctionRef, Section
@@ -120,6 +120,8 @@ class SupervisedConfig(OptimizerConfig):
                 f"{at}.epochs must be None with weights of {at}.data.sources, by which each has passes of its own, got "
                 f"{self.epochs}. Set {at}.steps, or remove the weights"
             )
+        if data.curriculum is not None:
+            yield f"{at}.data.curriculum must be None, since nothing is sampled for its rows, got one. Remove it"
         for name, each in data.sources.items():
             for setting in ("reward", "teacher", "max_new_tokens", "top_p", "top_k"):
                 if (given := getattr(each, setting)) is not None:
@@ -292,8 +294,40 @@ def job_is_not_whole(job: JobConfig) -> Iterator[str]:
         )
 
 
-def unread(job: JobConfig) -> list[str]:
-    """The settings that a job without rollouts has, and does not go by: those of a run of the same settings with job "rl"."""
+def answers_are_not_measured(job: JobConfig) -> Iterator[str]:
+    """Where a role of the job is to sample and score answers to `evaluation`."""
+    assert job.own is not None and job.evaluation is not None
+    evaluation, held_out = job.evaluation, job.own.data.held_out if job.own.data is not None else 0
+    if job.rollout.sglang is not None:
+        yield (
+            f"rollout.sglang must be None with job {job.job!r}, whose versions the embedded engine measures, got settings of it. "
+            "Remove them"
+        )
+    for name, each in evaluation.named_sets().items():
+        at = f"evaluation.sets.{name}" if evaluation.sets else "evaluation"
+        if each.data is None and held_out < each.num_prompts:
+            yield (
+                f"{job.job}.data.held_out must be at least {at}.num_prompts without {at}.data, got {held_out} and "
+                f"{each.num_prompts}. Change one of them, or name a data set in {at}.data"
+            )
+        if each.reward is None and job.reward.function == NO_REWARD:
+            yield f"reward must be set with {at}, whose answers it scores, got nothing. Set reward, or {at}.reward"
+        if each.max_new_tokens is None and job.rollout.max_new_tokens == 1:
+            yield (
+                f"{at}.max_new_tokens must be set with job {job.job!r}, which has no rollouts that say how long answers may be, "
+                "got nothing. Set it"
+            )
+    for setting in ("share", "num_slots"):
+        if (given := getattr(evaluation, setting)) != type(evaluation).model_fields[setting].default:
+            yield (
+                f"evaluation.{setting} must be left out with job {job.job!r}, where nothing else is generated, got {given}. "
+                "Remove it; rollout.num_slots says how many answers are sampled at once"
+            )
+
+
+def unread(job: JobConfig, *, measures: bool = False) -> list[str]:
+    """The settings that a job without rollouts has, and does not go by: those of a run of the same settings with job "rl".
+    measures: the answers of its versions are sampled and scored."""
     assert job.own is not None
     own, found = job.own, list[str]()
     if own.data is not None and job.data != own.data:  # without it that says how prompts of the rows are written
@@ -301,14 +335,15 @@ def unread(job: JobConfig) -> list[str]:
     filled = without_rollouts({"job": job.job, job.job: own})["rollout"]
     answered = getattr(own, "demonstrate", None) is not None
     found += ["data.num_passes"] if answered and job.data.num_passes is not None else []
-    if not answered and job.rollout != type(job.rollout).model_validate(filled):
+    if not (answered or measures) and job.rollout != type(job.rollout).model_validate(filled):
         found.append("rollout")
     if (
         job.model_fields_set | {"num_steps", "data"} >= type(job).model_fields.keys()
     ):  # which were given is not known of a run
         return found
     others = (
-        name for name in _OF_SAMPLES if name != job.job and name in job.model_fields_set
+        name for name in _OF_SAMPLES if name not in (job.job, *(("evaluation", "reward") if measures else ()))
+        and name in job.model_fields_set
         and (getattr(job, name) is not None or name in ("genrm", "scorer", "distillation"))  # which it has let go
     )  # fmt: skip
     trained = (

@@ -309,11 +309,19 @@ def open_splits(job: JobConfig, fingerprints: Fingerprints | None = None) -> tup
     if job.data.held_out >= len(data):
         raise Fatal(f"data.held_out must be less than the data's rows, {len(data)}, got {job.data.held_out}. Lower it")
     train, held_out = data.split(job.data.held_out, job.seed)
+    return train, evaluation_sets(job, held_out, fingerprints)
+
+
+def evaluation_sets(
+    job: JobConfig, held_out: Dataset | None, fingerprints: Fingerprints | None = None
+) -> dict[str, Dataset]:
+    """What is evaluated on, by name: the first rows that are held out, or others."""
     if job.evaluation is None:
-        return train, {}
+        return {}
     sets = {}
     for name, each in job.evaluation.named_sets().items():
         if each.data is None:
+            assert held_out is not None  # the settings ask for rows that are
             sets[name] = held_out.first(each.num_prompts)
             continue
         section = f"evaluation.sets.{name}" if job.evaluation.sets else "evaluation"
@@ -324,7 +332,7 @@ def open_splits(job: JobConfig, fingerprints: Fingerprints | None = None) -> tup
                 "Lower it"
             )
         sets[name] = found.split(each.num_prompts, job.seed)[1] if each.data.shuffle else found.first(each.num_prompts)
-    return train, sets
+    return sets
 
 
 class _Demonstrated:
@@ -345,7 +353,7 @@ class _Demonstrated:
         return replace(self._data.row(self._indices[index]), label=answer)
 
 
-def demonstrations(job: JobConfig, fingerprints: Fingerprints | None = None) -> tuple[Rows, Rows | None]:
+def demonstrations(job: JobConfig, fingerprints: Fingerprints | None = None) -> tuple[Rows, Dataset | None]:
     """What a job or the warm-up learns from, and what is held out of it: its own rows, or as many of the training rows, in a
     seeded order, as it takes in all, each with an answer of its own. A row without an answer raises RowError when asked for."""
     own = job.shown

@@ -9,9 +9,10 @@ import pytest
 
 from rondo.launch import evaluate
 from rondo.launch.cli import EXIT_USAGE, main
-from rondo.launch.config import load, resolve
+from rondo.launch.config import load, resolve, unresolve
 from rondo.launch.evaluate import found_in, settings_of
 from rondo.launch.plan import group_specs
+from rondo.roles.config.data import NO_REWARD
 from rondo.runtime.errors import ConfigError
 from tests.launch import configs
 
@@ -101,7 +102,7 @@ def test_sets_are_chosen_by_name_and_settings_changed_as_everywhere(tmp_path: Pa
 
 
 def test_a_job_without_rollouts_is_evaluated_on_the_processes_that_trained_it(tmp_path: Path) -> None:
-    trains = "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages'], 'processes': 2}]"
+    trains = "groups=[{'name': 'actor', 'roles': ['actor', 'advantages'], 'processes': 2}]"
     for job in ("sft", "dpo"):
         rows = f"{job}={{'rows': 'json:loads', 'steps': 1, 'batch_size': 2}}"
         settings = load(configs.write(tmp_path), (*SETS, trains, "num_steps=None", f"job={job}", rows))
@@ -111,6 +112,34 @@ def test_a_job_without_rollouts_is_evaluated_on_the_processes_that_trained_it(tm
     rows = "reward_model={'rows': 'json:loads', 'steps': 1, 'batch_size': 2}"
     with pytest.raises(ConfigError, match=r"must be of a model that answers, got a reward model's, which scores"):
         settings_of(load(configs.write(tmp_path), (*SETS, trains, "num_steps=None", "job=reward_model", rows)), "hf")
+
+
+def test_answers_of_a_job_without_rollouts_are_measured_where_it_has_the_role_and_what_scores_them(
+    tmp_path: Path,
+) -> None:
+    groups = "groups=[{'name': 'rollout', 'roles': ['rollout']}, {'name': 'actor', 'roles': ['actor', 'advantages']}]"
+    rows = "sft={'data': {'path': 'a', 'held_out': 4}, 'steps': 2, 'batch_size': 2, 'evaluate_every': 1}"
+    sets = (groups, "num_steps=None", "job=sft", rows, "evaluation={'num_prompts': 4}")
+    module = configs.write(tmp_path)
+    measured = load(module, sets)
+    assert [(spec.role_names, spec.roles[0].rpartition(":")[2]) for spec in group_specs(measured)] == [
+        (("rollout",), "AnswersRole"), (("actor",), "SupervisedRole")
+    ]  # fmt: skip
+    assert unresolve(resolve(measured)) == measured
+    assert [spec.role_names for spec in group_specs(load(module, (*sets, "evaluation=None")))] == [("actor",)]
+    for change, told in (
+        (
+            "evaluation.num_prompts=5",
+            "sft.data.held_out must be at least evaluation.num_prompts without evaluation.data, got 4",
+        ),
+        ("rollout.max_new_tokens=1", "evaluation.max_new_tokens must be set with job 'sft'"),
+        (f"reward.function={NO_REWARD}", "reward must be set with evaluation, whose answers it scores, got nothing"),
+        ("groups.0.replicas=2", "groups[rollout] must have one process with job 'sft'"),
+        ("rollout.sglang={'python': 'python'}", "rollout.sglang must be None with job 'sft'"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(module, (*sets, change))
+        assert str(caught.value).startswith(told)
 
 
 def test_what_cannot_be_evaluated_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
