@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     from rondo.roles.config import DpoConfig, RewardModelConfig
 
 
+_SURE = 1e-6
+"""In nats a token: answers that are surer have the odds of these."""
+
+
 def preference_sums(
     config: DpoConfig,
     *,
@@ -37,15 +41,20 @@ def preference_sums(
     m = beta h - margin: "sigmoid" -(1 - s) log sigmoid(m) - s log sigmoid(-m), s the label smoothing (Rafailov et al. 2023,
     equation 7; Mitchell 2023); without reference, normalized, with a margin SimPO's (Meng et al. 2024, equation 6). "hinge"
     max(0, 1 - m) (Zhao et al. 2023, SLiC). "ipo" (h - 1 / (2 beta))^2, h always over tokens (Azar et al. 2023, equation 17).
+    "orpo" -l(chosen) - beta log sigmoid(odds(chosen) - odds(rejected)), l over tokens, without reference, odds(l) =
+    l - log(1 - exp l) (Hong et al. 2024, equations 6 and 7, of answers alone).
     Metrics have TRL's names: rewards are beta times the log-ratio.
     """
     better, worse = chosen - reference_chosen, rejected - reference_rejected
-    if config.length_normalized or config.loss == "ipo":
+    if config.length_normalized or config.loss in ("ipo", "orpo"):
         better, worse = better / chosen_tokens, worse / rejected_tokens
     gap = better - worse
     margin, smoothing = config.beta * gap - config.margin, config.label_smoothing
     if config.loss == "ipo":
         losses = (gap - 1 / (2 * config.beta)).square()
+    elif config.loss == "orpo":
+        odds = [each - torch.log(-torch.expm1(each.clamp(max=-_SURE))) for each in (better, worse)]
+        losses = -better - config.beta * F.logsigmoid(odds[0] - odds[1])
     elif config.loss == "hinge":
         losses = torch.relu(1 - margin)
     else:

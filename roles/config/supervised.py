@@ -211,8 +211,9 @@ class DpoConfig(PairsConfig):
 
     place = "dpo"
     lr: float = Field(1e-6, gt=0)
-    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    """Of the distance between the answers of a pair: DPO's own, SLiC's hinge, or IPO's square."""
+    loss: Literal["sigmoid", "hinge", "ipo", "orpo"] = "sigmoid"
+    """Of the distance between the answers of a pair: DPO's own, SLiC's hinge, IPO's square, or ORPO's ratio of their odds beside
+    the loss of the better one, with reference=False."""
     beta: float = Field(0.1, gt=0)
     """How much a log-ratio is worth: the larger, the nearer the policy stays to the reference."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
@@ -226,11 +227,13 @@ class DpoConfig(PairsConfig):
 
     def refused(self) -> Iterator[str]:
         yield from super().refused()
+        if self.loss == "orpo" and self.reference:
+            yield "dpo.reference must be False with dpo.loss 'orpo', which has none, got True. Set it to False"
         for name in (
             ("label_smoothing",)
             if self.loss == "hinge"
             else ("label_smoothing", "margin")
-            if self.loss == "ipo"
+            if self.loss in ("ipo", "orpo")
             else ()
         ):
             if getattr(self, name):

@@ -67,6 +67,24 @@ TRL: list[tuple[dict[str, Any], float]] = [
 smoothing and with "simpo"."""
 
 
+def test_orpo_is_the_loss_of_the_better_answer_and_the_ratio_of_their_odds() -> None:
+    """By the paper's own words: odds of the mean probability of a token, in float64 numpy."""
+    loss, told = of_pairs(beta=0.25, loss="orpo", reference=False)
+    better, worse = (
+        np.exp(np.array(side) / np.array(count)) for side, count in ((CHOSEN, NUM_CHOSEN), (REJECTED, NUM_REJECTED))
+    )
+    ratio = (better / (1 - better)) / (worse / (1 - worse))
+    assert loss == pytest.approx(float(np.mean(-np.log(better) - 0.25 * np.log(ratio / (1 + ratio)))), rel=1e-9)
+    assert told["rewards/chosen"] == pytest.approx(0.25 * float(np.log(better).mean()), rel=1e-9)
+    sure = {"chosen": torch.tensor([-1e-9], requires_grad=True), "rejected": torch.tensor([-2.0], requires_grad=True)}
+    none = dict.fromkeys(("reference_chosen", "reference_rejected"), torch.zeros(1))
+    one = dict.fromkeys(("chosen_tokens", "rejected_tokens"), torch.ones(1))
+    preference_sums(config(loss="orpo", reference=False), **sure, **none, **one).loss.backward()  # type: ignore[arg-type]
+    assert all(tensor.grad is not None and tensor.grad.isfinite().all() for tensor in sure.values())
+    with pytest.raises(ValueError, match=r"dpo.reference must be False with dpo.loss 'orpo'"):
+        config(loss="orpo")
+
+
 @pytest.mark.parametrize(("options", "wanted"), TRL)
 def test_losses_are_those_of_trl_and_so_are_the_rewards(options: dict[str, Any], wanted: float) -> None:
     loss, told = of_pairs(**options)
