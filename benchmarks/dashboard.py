@@ -46,6 +46,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import orjson
 import psutil
 
 from rondo.launch.report.records import read_records, step_records
@@ -66,7 +67,7 @@ def step(number: int, random_: random.Random) -> bytes:
         "step": number,
         "reward_mean": random_.random(),
     }
-    return json.dumps(told | {f"metric_{each}": random_.gauss(0, 1) for each in range(NUM_NUMBERS)}).encode() + b"\n"
+    return orjson.dumps(told | {f"metric_{each}": random_.random() for each in range(NUM_NUMBERS)}) + b"\n"
 
 
 def make(run: Path, num_steps: int) -> None:
@@ -85,8 +86,8 @@ def make(run: Path, num_steps: int) -> None:
             }
             for each in range(NUM_SAMPLES)
         ]  # fmt: skip
-        text = "".join(json.dumps(line) + "\n" for line in lines)
-        (run / "samples" / f"step_{number:06d}.jsonl").write_text(text)
+        text = b"".join(orjson.dumps(line) + b"\n" for line in lines)
+        (run / "samples" / f"step_{number:06d}.jsonl").write_bytes(text)
 
 
 class Page:
@@ -329,8 +330,9 @@ def main() -> None:
         folder, scale, steps = options.replay
         sys.exit(replayed(Path(folder), float(scale), int(steps)))
     with tempfile.TemporaryDirectory() as folder:
-        lengths = [length(Path(folder), each) for each in options.steps]
-        for each in lengths:
+        lengths = []
+        for num_steps in options.steps:
+            lengths.append(each := length(Path(folder), num_steps))
             print(" ".join(f"{name}={value:.3g}" for name, value in each.items()))
         live = [beside(Path(folder), each, options.seconds, options.period) for each in options.steps]
         for each in live:

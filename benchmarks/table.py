@@ -609,10 +609,12 @@ def dashboard(f: Figures) -> Iterator[Row]:
 
 def track(f: Figures) -> Iterator[Row]:
     of_server = ", its server once" if "mlflow" in f else ""
+    of_files = (
+        ". W&B's offline files hold what it was told again in another folder, by equal step" if "wandb" in f else ""
+    )
     yield (
         f"trackers killed at random moments beside a file that grows ({next(iter(f.values()))['kills']} times each{of_server}): "
-        "(step, name) that they are to tell; lost, told twice. Offline files of W&B hold what was told again behind a death in "
-        "another folder, by equal step",
+        f"(step, name) that they are to tell; lost, told twice{of_files}",
         "; ".join(f"{name} {of['points']:,}; {of['lost']}, {of['repeated']:,}" for name, of in f.items()),
     )
 
