@@ -109,6 +109,11 @@ RUN_HERE = {
         "max_staleness=0",
         "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
     ),
+    "rondo train examples/self_play.py": (
+        *_SHORT,
+        "max_staleness=0",
+        "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
+    ),
     "rondo train examples/external_agent.py": (
         *_SHORT,
         "max_staleness=0",
@@ -311,11 +316,12 @@ SELDOM = {
     "pretrained_sums",
     "reward_model",
     "scored",
+    "self_play",
     "sft",
     "video_digits",
 }
 """Examples that run with RONDO_TEST_LONG=1 alone: tests/e2e/ trains on every kind of media, replays routes, and
-learns from teachers; tests/roles/sampling/test_agents.py runs the agent of its example; tests/roles/test_reward_model.py asks a
+learns from teachers; tests/roles/sampling/ runs the agent and the game of their examples; tests/roles/test_reward_model.py asks a
 reward model; tests/comm/bus/test_lookahead.py lets rows rest; and whichever model is built is loaded from its folder as a
 pretrained one is."""
 

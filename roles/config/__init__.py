@@ -37,6 +37,7 @@ from rondo.roles.config.genrm import SCORE, SCORER, GenrmConfig, JudgeConfig, Sc
 from rondo.roles.config.presets import full_size
 from rondo.roles.config.rollout import (
     MIN_FIXED_SLOTS,
+    SINGLE_TURN,
     AgentConfig,
     EndpointConfig,
     EnvironmentConfig,
@@ -237,7 +238,8 @@ class JobConfig(Section):
                 f"{self.sft.evaluate_every}. Remove it, or set job to 'sft'"
             )
         rollout = self.rollout
-        told = self.judges or rollout.agent or (rollout.environment and rollout.environment.factory)
+        told = self.judges or rollout.agent or rollout.workflow != SINGLE_TURN
+        told = told or (rollout.environment and rollout.environment.factory)
         if "reward" not in self.model_fields_set and not told and self.learns_from_rewards:
             yield "reward must be set, got nothing. Set reward=RewardConfig(function=...), genrm or scorer"
         yield from media_suit_the_engine(self)

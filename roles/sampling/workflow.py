@@ -37,9 +37,11 @@ Invariant: every missing sample is handed in exactly once, or the row fails.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -71,10 +73,18 @@ class Client:
 
     def episode(self, number: int) -> Episode:
         """The sample with this number, from the group's prompt on. The draw at a place depends on sample and place alone."""
+        return self._opened(number, self.request(number))
+
+    def beside(self, number: int, name: str) -> Episode:
+        """Somebody of this name who talks with a sample and is none, from the group's prompt on: the policy too, but nothing that
+        it says is trained, nor counts in the sample's budgets."""
+        root = self.request(number)
+        seed = int.from_bytes(hashlib.blake2b(f"{root.seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
+        return self._opened(number, replace(root, id=f"{root.id}.{name}", seed=seed, prefix=None))
+
+    def _opened(self, number: int, request: Request) -> Episode:
         at = self._context
-        return Episode.opened(
-            number, self.request(number), self.ask, at.limits, at.tokenizer, at.chat, at.progress, at.look
-        )
+        return Episode.opened(number, request, self.ask, at.limits, at.tokenizer, at.chat, at.progress, at.look)
 
 
 class Context:

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from rondo.comm.bus.group import NO_VERSION
+from examples import self_play
 from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
@@ -256,3 +257,27 @@ def test_only_an_async_function_of_three_is_a_workflow(tmp_path: Path) -> None:
             ConfigError, match=r"rollout.workflow must be an async function of \(row, client, context\)"
         ):
             open_workflow(f"{file}:{name}")
+
+
+async def test_both_players_of_a_game_are_samples_and_who_plays_beside_one_is_read_by_nobody() -> None:
+    tokenizer = build_tokenizer()
+    prompt = np.array(tokenizer("5:", add_special_tokens=False)["input_ids"], np.int32)
+    asked = list[str]()
+
+    async def takes_one(request: Request) -> Completion:
+        asked.append(request.id)
+        said = np.array(tokenizer("1.", add_special_tokens=False)["input_ids"], np.int32)
+        before = request.prefix
+        tokens = said if before is None else np.concatenate([before.tokens, said])
+        versions = np.zeros(2, np.int32) if before is None else np.append(before.policy_versions, [0, 0])
+        return Completion(request.id, tokens, np.zeros(len(tokens), np.float32), versions.astype(np.int32), "stop")
+
+    at = Context(Row("row 9", "5:", None, {}), prompt, None, tokenizer, (0, 1, 3), Limits(MOST, 64))
+    client = Client(at, lambda number: Request(f"r/{number}", prompt, SamplingParams(MOST), seed=number), takes_one)
+    async with asyncio.timeout(60), aclosing(at.samples(self_play.play, client)) as handed:
+        made = sorted([each async for some in handed for each in some], key=lambda each: each.number)
+    assert [(each.number, each.reward) for each in made] == [(0, 1.0), (1, 0.0), (3, 0.0)]
+    texts = [tokenizer.decode(each.last.tokens.tolist()) for each in made]
+    assert texts == ["1.3:1.1:1.", "4:1.2:1.", "4:1.2:1."], "each is told what is left when it is its turn"
+    assert tokenizer.decode(made[0].last.tokens[loss_mask(made[0].last) > 0].tolist()) == "1.1.1."
+    assert {each for each in asked if each.startswith("r/3")} == {"r/3", "r/3.other"}
