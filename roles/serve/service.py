@@ -157,8 +157,10 @@ class Service:
             raise ConfigError(f"the body of {request.path} must be JSON, got {error}. Correct it") from error
 
     def session_of(self, request: web.Request) -> str | None:
-        """The session that a call belongs to, as its headers and its key say."""
-        names = {request.headers[name] for name in _SESSIONS if name in request.headers}
+        """The session that a call belongs to, as its headers say; of samples its key says it, and programs that route by
+        X-Session-ID may put their own name for a conversation there."""
+        known = _SESSIONS if self.samples is None else (SESSION,)
+        names = {request.headers[name] for name in known if name in request.headers}
         named = min(names, default=None)
         if len(names) > 1:
             raise ConfigError(f"{' and '.join(_SESSIONS)} must name one session, got two. Send one of them")

@@ -474,10 +474,9 @@ async def test_a_session_is_opened_by_its_own_key_alone_and_for_nobody_once_it_i
             body = {"messages": [user("hi")]}
             assert (await at.post("wrong", body))[0] == 401 == (await at.post("", body))[0]
             for number in range(20):
-                assert (await at.post(one, body, X_Session_ID=f"another-{number}"))[0] == 403
+                assert (await at.post(one, body, X_Rondo_Session=f"another-{number}"))[0] == 403
             assert (await at.post(one, body, X_Rondo_Session=two.name))[0] == 403
-            assert (await at.post(one, body, X_Rondo_Session=one.name, X_Session_ID=two.name))[0] == 400
-            assert (await at.post(one, body, X_Session_ID=one.name))[0] == 200
+            assert (await at.post(one, body, X_Rondo_Session=one.name, X_Session_ID=two.name))[0] == 200
             assert (await at.post(one, 1.0, f"/sessions/{two.name}/reward"))[0] == 403
             assert (await at.post(one, body, "/abort_request"))[0] == 401 == (await at.post(one, body, "/generate"))[0]
             assert two.worth is None and len(at.sessions.trajectories.names()) == 1
