@@ -13,6 +13,8 @@ SGLANG_ROUTER_VENV ?= .venv-sglang-router
 SCHEMATHESIS_VENV ?= .venv-schemathesis
 BROWSER_VENV ?= .venv-browser
 TRACK_VENV ?= .venv-track
+VERIFIERS_VENV ?= .venv-verifiers
+INSPECT_VENV ?= .venv-inspect
 READY := $(VENV)/.ready
 
 .PHONY: demo smollm2 test fuzz track test-long test-avx2 test-pythons test-sglang test-environments test-browser gpu sglang sglang-router lint types clean
@@ -65,12 +67,24 @@ test-sglang: $(READY)  ## against a real SGLang server, without a GPU
 	SGLANG_VENV=$(abspath $(SGLANG_VENV)) SGLANG_ROUTER_VENV=$(abspath $(SGLANG_ROUTER_VENV)) OMP_NUM_THREADS=1 \
 		$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder tests/sglang $(OPTIONS)
 
-# Other people's environments, by their own packages, which go beside ours.
-test-environments: $(READY) $(VENV)/.ready-environments  ## two to four minutes
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/environments $(OPTIONS)
+# Other people's environments, by their own packages, which go beside ours or into an environment of their own.
+test-environments: $(READY) $(VENV)/.ready-environments  ## four to eight minutes
+	$(if $(CI),,-)$(MAKE) --no-print-directory --keep-going $(VERIFIERS_VENV)/.ready $(INSPECT_VENV)/.ready
+	VERIFIERS_VENV=$(abspath $(VERIFIERS_VENV)) INSPECT_VENV=$(abspath $(INSPECT_VENV)) OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest tests/environments $(OPTIONS)
 
 $(VENV)/.ready-environments: $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mcp,reasoning-gym,textarena]'
+	touch $@
+
+$(VERIFIERS_VENV)/.ready:
+	$(PYTHON) -m venv $(VERIFIERS_VENV)
+	$(VERIFIERS_VENV)/bin/pip install --quiet verifiers==0.4.0
+	touch $@
+
+$(INSPECT_VENV)/.ready:
+	$(PYTHON) -m venv $(INSPECT_VENV)
+	$(INSPECT_VENV)/bin/pip install --quiet inspect-ai==0.3.285 openai
 	touch $@
 
 # The page of `rondo view`, where there is a Chromium, such as Debian's `chromium`; BROWSER_PICTURES=FOLDER keeps what it looked like.
@@ -140,4 +154,4 @@ $(READY): setup.cfg constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .models .venv-sglang .venv-sglang-router .venv-schemathesis .venv-browser .venv-track build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .models .venv-sglang .venv-sglang-router .venv-schemathesis .venv-browser .venv-track .venv-verifiers .venv-inspect build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -217,6 +217,16 @@ ELSEWHERE = {
     "test_a_model_is_served_and_a_signal_lets_what_is_in_flight_be_answered",
     "rondo agents --url http://10.0.0.7:8300 --token-file token -- python agent.py": "tests/roles/sampling/test_agents.py::"
     "test_the_command_makes_samples_by_programs_as_the_run_itself_would_and_a_stop_finishes_them",
+    "rondo train examples/external_agent.py --set 'rollout.agent.command=[]' --set "
+    '\'rollout.agent.elsewhere={"port": 8300, "token_file": "token"}\'': "tests/environments/test_verifiers.py::"
+    "test_a_run_trains_on_what_an_environment_of_verifiers_made",
+    'python examples/verifiers_driver.py \'{"taskset": {"id": "verifiers_sums"}}\' --url http://127.0.0.1:8300 '
+    "--token-file token": "tests/environments/test_verifiers.py::test_a_run_trains_on_what_an_environment_of_verifiers_made",
+    "rondo serve runs/quickstart --port 30000 --served-model-name quickstart --token-file token": "tests/environments/"
+    "test_inspect.py::test_a_task_of_inspect_measures_a_served_model",
+    "inspect eval sums.py --model openai-api/rondo/quickstart --model-base-url http://127.0.0.1:30000/v1": "tests/"
+    "environments/test_inspect.py::"
+    "test_a_task_of_inspect_measures_a_served_model",
     "rondo view runs/quickstart": "tests/launch/dashboard/test_server.py::test_the_command_serves_until_it_is_told_to_end",
     'curl -H "Authorization: Bearer $TOKEN" http://127.0.0.1:30000/rondo/trajectories/task-7': "tests/roles/serve/"
     "test_sessions.py::test_a_second_turn_begins_with_the_tokens_that_were_sampled_and_not_with_those_of_their_text",
@@ -275,7 +285,7 @@ def test_the_test_named_beside_a_command_is_there_and_names_what_it_runs(command
     assert name in {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
     texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     program, what = command.split()[:2] if " " in command else (command, "")
-    verb = {"rondo": what, "make": what, "curl": "/rondo/trajectories/"}[program]
+    verb = {"curl": "/rondo/trajectories/"}.get(program, what)
     measured = "table" if command.endswith("bench table") else "Counts what it is given."
     looked = next((option for option in ("--probe", "--device-gib") if option in command), verb)
     called = {"bench": measured, "check": looked, "sglang": "pip install"}.get(verb, verb)
