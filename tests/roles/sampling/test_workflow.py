@@ -12,8 +12,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from rondo.comm.bus.group import NO_VERSION
 from examples import self_play
+from rondo.comm.bus.group import NO_VERSION
 from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
