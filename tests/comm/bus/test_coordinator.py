@@ -361,7 +361,9 @@ async def test_evaluations_come_before_the_first_lease_and_after_the_last_commit
         assert "num_prompts" not in str(run.coordinator.status())
         told = [run.coordinator._reports.get_nowait() for _ in range(run.coordinator._reports.qsize())]
         # What was found is told once, and a commit of as much as there are steps tells no more than that it was.
-        assert [data for kind, data in told if kind == "committed"] == [{"version": 0}, {"version": 1}]
+        assert [data for kind, data in told if kind == "committed"] == [
+            {"version": version, "checksums": {"actor": 7}} for version in range(2)
+        ]
         assert [data["evaluation"]["label"] for kind, data in told if kind == "metrics"] == ["start", "end"]
         assert await actor.call("next_rounds", "actor", 0, 0, 1) == {"end": True}
 
