@@ -148,7 +148,8 @@ async def main():
     options = parser.parse_args()
     driver = Driver(options.env, [url.rstrip("/") for url in options.url], options.token_file.read_text().strip())
     ours = asyncio.current_task()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ours.cancel)
+    for each in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(each, ours.cancel)
     async with asyncio.TaskGroup() as group:
         for number in range(options.at_once):
             group.create_task(driver.work(number))
@@ -156,4 +157,5 @@ async def main():
 
 if __name__ == "__main__":
     sys.modules["verifiers_driver"] = sys.modules[__name__]  # by this name verifiers finds `Chat`
-    asyncio.run(main())
+    with suppress(asyncio.CancelledError):
+        asyncio.run(main())

@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -94,6 +95,30 @@ async def test_a_conversation_that_the_runs_budgets_end_is_worth_nothing_and_is_
         async with driven("verifiers_sums", token, at.agents._url):
             [made] = await made_by(at)
     assert (made.error, made.reward) == (None, 0.0) and made.rows[0].completion.finish_reason == "length"
+
+
+async def test_a_stop_tells_the_run_of_the_samples_in_hand(tmp_path: Path) -> None:
+    token = shown(tmp_path)
+    config = job(elsewhere={"token_file": token}, data={"prompt": "numbers", "label": None})
+    reached = asyncio.Semaphore(0)
+
+    class Held(asyncio.Event):
+        async def wait(self) -> Literal[True]:
+            reached.release()
+            return await super().wait()
+
+    async with opened(config, tmp_path, samples=3, row=Row("row 1", "4 3 2", None, {})) as at:
+        at.engine.held = Held()
+        async with driven("verifiers_sums", token, at.agents._url) as process:
+            making = asyncio.create_task(made_by(at))
+            for _ in range(3):
+                await reached.acquire()
+            process.terminate()
+            made = await making
+            assert await process.wait() == 0
+    assert {each.error for each in made} == {
+        "the agent says: the driver must make its sample, got a stop. Start it again"
+    }
 
 
 def test_a_run_trains_on_what_an_environment_of_verifiers_made(tmp_path: Path) -> None:
