@@ -119,6 +119,8 @@ class Driver:
             return kind(kind.data_type().model_validate(row), self.taskset.config.task)
         index = int(row["index"])
         self.tasks += itertools.islice(self.unread, max(0, index + 1 - len(self.tasks)))
+        if not 0 <= index < len(self.tasks):
+            raise ValueError(f"index must be 0 to {len(self.tasks) - 1}, got {index}. Correct the row")
         return self.tasks[index]
 
 
