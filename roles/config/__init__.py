@@ -238,8 +238,8 @@ class JobConfig(Section):
                 f"{self.sft.evaluate_every}. Remove it, or set job to 'sft'"
             )
         rollout = self.rollout
-        told = self.judges or rollout.agent or rollout.workflow != SINGLE_TURN
-        told = told or (rollout.environment and rollout.environment.factory)
+        environment = rollout.environment and rollout.environment.factory
+        told = self.judges or rollout.agent or environment or rollout.workflow != SINGLE_TURN
         if "reward" not in self.model_fields_set and not told and self.learns_from_rewards:
             yield "reward must be set, got nothing. Set reward=RewardConfig(function=...), genrm or scorer"
         yield from media_suit_the_engine(self)
