@@ -34,6 +34,12 @@ CALL_S = 300.0
 Tensors = dict[str, torch.Tensor]
 
 
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """For a server's own files: short, since the path of torch's socket in it has 108 bytes at most."""
+    return tmp_path_factory.mktemp("s")
+
+
 @pytest.fixture(scope="module")
 def first(served: Served) -> Tensors:
     """The weights that the server was started with."""
@@ -114,10 +120,10 @@ async def test_log_probs_become_those_of_other_weights_and_exactly_the_first_one
 
 
 async def test_both_ranks_of_a_tensor_parallel_server_get_and_prove_weights_by_every_path(
-    served: Served, first: Tensors, other: Tensors, tmp_path: Path
+    served: Served, first: Tensors, other: Tensors, tmp_path: Path, folder: Path
 ) -> None:
     server = SGLangServer(
-        launch(served.model, tensor_parallel=2), log=tmp_path / "log", folder=tmp_path, name="two", grace_s=GRACE_S
+        launch(served.model, tensor_parallel=2), log=tmp_path / "log", folder=folder, name="two", grace_s=GRACE_S
     )
     client = await server.start(START_S)
     try:
@@ -302,10 +308,11 @@ class Killing(SGLangClient):
 
 async def test_a_server_killed_during_an_update_ends_it_and_the_next_server_gets_weights_the_same_way(
     tmp_path: Path,
+    folder: Path,
 ) -> None:
     model = moe(tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
-    server = SGLangServer(launch(model), log=tmp_path / "server.log", folder=tmp_path, name="killed", grace_s=GRACE_S)
+    server = SGLangServer(launch(model), log=tmp_path / "server.log", folder=folder, name="killed", grace_s=GRACE_S)
     for way in ("distributed", "tensor"):
         started = await server.start(START_S)
         try:
