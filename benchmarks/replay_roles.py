@@ -234,7 +234,9 @@ class ReplayGroups(PromptGroups):
         self._arrays = self._replay.media_arrays()
         self._experts = np.ones((self._replay.max_tokens, self._replay.routed_bytes), np.uint8)
 
-    async def prepare(self, row: Row, data: DataConfig) -> tuple[np.ndarray, MediaInputs | None]:
+    async def prepare(
+        self, row: Row, data: DataConfig, keep: tuple[int, int] | None = None
+    ) -> tuple[np.ndarray, MediaInputs | None]:
         prompt, _ = await super().prepare(row, data)
         return prompt, MediaInputs(row.name, self._arrays) if self._arrays else None
 
