@@ -143,7 +143,7 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 
 types: $(READY)
-	$(BIN)/mypy -p rondo
+	$(BIN)/mypy -p rondo -p benchmarks
 
 # torch comes first and pinned, so that nothing replaces the build this machine's index offers; TORCH_INDEX names another one, as
 # https://pytorch.org/get-started/locally/ has them by CUDA.

@@ -150,15 +150,13 @@ class WaitingEngine:
         self._tokens += len(tokens)
         if (before := request.prefix) is None:
             return done
-        parts = [
-            np.concatenate(pair)
-            for pair in zip(
-                (before.tokens, before.log_probs, before.policy_versions),
-                (done.tokens, done.log_probs, done.policy_versions),
-                strict=True,
-            )
-        ]
-        return Completion(request.id, *parts, "stop")
+        return Completion(
+            request.id,
+            np.concatenate((before.tokens, done.tokens)),
+            np.concatenate((before.log_probs, done.log_probs)),
+            np.concatenate((before.policy_versions, done.policy_versions)),
+            "stop",
+        )
 
     def _took(self, more: int) -> None:
         now = time.monotonic()

@@ -202,7 +202,8 @@ def fallen(role: str, fault: str, cell: Cell) -> list[str]:
     """What a cell does not keep of what is promised."""
     if "error" in cell:
         return [cell["error"]]
-    worst, back = cell.get("worst_detect_s", cell["detect_s"]), cell.get("worst_back_s", cell["back_s"])
+    worst: Any = cell.get("worst_detect_s", cell["detect_s"])
+    back: Any = cell.get("worst_back_s", cell["back_s"])
     found = []
     if worst > cell["limit_s"] and fault != "disk_full":
         found.append(f"seen after {worst:.2f} s, limit {cell['limit_s']:g} s")

@@ -324,8 +324,8 @@ def _served(folder: Path, python: str) -> Iterator[str]:
     else:
         shim, site = ROOT / "tests" / "sglang" / "shim", folder / "site"
         site.mkdir()
-        paths = (str(shim / "sitecustomize.py"), str(SITE.with_name("chaos_faults.py")))
-        (site / "sitecustomize.py").write_text(_SITE.format(paths=paths))
+        loaded = (str(shim / "sitecustomize.py"), str(SITE.with_name("chaos_faults.py")))
+        (site / "sitecustomize.py").write_text(_SITE.format(paths=loaded))
         yield f"rollout.sglang.environment={json.dumps({'PYTHONPATH': f'{site}{os.pathsep}{shim}'})}"
     yield f"rollout.sglang.python={python}"
 

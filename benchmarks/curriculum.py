@@ -16,6 +16,7 @@ until then, filtered ones among them. Runs are kept in `--folder`: what is there
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import tempfile
@@ -80,7 +81,7 @@ def main() -> None:
     for seed in options.seeds:
         for name in options.names:
             of = {"name": name, "seed": seed, "steps": options.steps}
-            found = cells.made(of, lambda name=name, seed=seed: cell(name, seed, options.steps))
+            found = cells.made(of, functools.partial(cell, name, seed, options.steps))
             for key, value in figures_of(found, options.reward).items():
                 figures.setdefault(name, {}).setdefault(key, []).append(value)
     print(json.dumps(figures | {"reward": options.reward, "steps": options.steps}))

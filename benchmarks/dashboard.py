@@ -197,7 +197,10 @@ def replayed(folder: Path, time_scale: float, num_steps: int) -> int:
     from rondo.launch import train
     from rondo.launch.track.settings import TrackerConfig
 
-    places = {"mlflow": {"url": f"sqlite:///{folder}/mlflow.db"}, "trackio": {"folder": folder / "trackio"}}
+    places: dict[str, dict[str, Any]] = {
+        "mlflow": {"url": f"sqlite:///{folder}/mlflow.db"},
+        "trackio": {"folder": folder / "trackio"},
+    }
     replay = Replay.of("qwen3_4b", "fully_async", time_scale=time_scale, num_steps=num_steps)
     config = config_of(replay, folder, hot_snapshot=True)
     trackers = tuple(TrackerConfig.model_validate({"name": name} | places.get(name, {})) for name in TRACKERS)
@@ -337,7 +340,7 @@ def main() -> None:
         live = [beside(Path(folder), each, options.seconds, options.period) for each in options.steps]
         for each in live:
             print(" ".join(f"{name}={value:.3g}" for name, value in each.items()))
-        found = {"lengths": lengths, "beside": live} if lengths else {}
+        found: dict[str, Any] = {"lengths": lengths, "beside": live} if lengths else {}
         if options.turns:
             found["run"] = beside_run(Path(folder), options.time_scale, options.turns, options.turn, late)
     print(json.dumps(found))

@@ -30,7 +30,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import aiohttp
 import numpy as np
@@ -42,6 +42,7 @@ from rondo.roles.engines.engine import Request, SamplingParams
 from rondo.roles.engines.sglang.capabilities import Capabilities, probe
 from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.engines.sglang.one_server import SGLangEngine
+from rondo.roles.engines.sglang.weights import ServerWeights
 
 BAR = 0.97
 STEP_S = 0.01
@@ -183,7 +184,7 @@ async def no_weights() -> AsyncIterator[tuple[int, dict[str, Any]]]:
 @contextlib.asynccontextmanager
 async def dispatched(url: str, key: str | None, found: Capabilities, in_flight: int) -> AsyncIterator[Dispatcher]:
     client = await SGLangClient(url, api_key=key).__aenter__()
-    engine = SGLangEngine(client, weights=NoWeights(), pause="in_place", capabilities=found)
+    engine = SGLangEngine(client, weights=cast(ServerWeights, NoWeights()), pause="in_place", capabilities=found)
     dispatcher = Dispatcher([engine], reload=no_weights, limits=DispatchLimits(in_flight=in_flight))
     try:
         yield dispatcher

@@ -13,6 +13,7 @@ last line is JSON: {name: {"before": [reward of the held-out prompts, a seed eac
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -65,7 +66,7 @@ def main() -> None:
     for seed in options.seeds[:1] if options.quick else options.seeds:
         for name in names:
             of = {"name": name, "seed": seed, "steps": options.steps, "reward": options.reward}
-            found = cells.made(of, lambda name=name, seed=seed: cell(name, seed, options.steps, options.reward))
+            found = cells.made(of, functools.partial(cell, name, seed, options.steps, options.reward))
             for key, value in found.items():
                 figures.setdefault(name, {}).setdefault(key, []).append(value)
     print(json.dumps(figures | {"reward": options.reward, "steps": options.steps}))

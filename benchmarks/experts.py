@@ -57,7 +57,7 @@ from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.config import AlgorithmConfig, DataConfig, JobConfig, RewardConfig, RolloutConfig, TrainConfig
 from rondo.roles.engines.embedded.embedded import slot_engine
 from rondo.roles.engines.embedded.slots import SlotEngine
-from rondo.roles.engines.engine import Request, SamplingParams
+from rondo.roles.engines.engine import Completion, Request, SamplingParams
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.objective import PolicyObjective, TrainRow, open_policy
 
@@ -139,10 +139,10 @@ def rows(seed: int, number: int) -> list[TrainRow]:
     draw, made = np.random.default_rng(seed), list[TrainRow]()
     for _ in range(number):
         response = int(draw.integers(NUM_NEW // 2, NUM_NEW))
-        columns = [draw.normal(-1, 0.1, response).astype(np.float32) for _ in range(2)]
+        sampled, worth = (draw.normal(-1, 0.1, response).astype(np.float32) for _ in range(2))
         tokens = draw.integers(1, 1024, NUM_PROMPT + response).astype(np.int32)
         mask, versions = np.ones(response, np.uint8), np.zeros(response, np.int32)
-        made.append(TrainRow(tokens, mask, *columns, None, None, versions))
+        made.append(TrainRow(tokens, mask, sampled, worth, None, None, versions))
     return made
 
 
@@ -278,7 +278,7 @@ def engine(model: Any, *, tells: bool, num_slots: int = NUM_SAMPLES, new: int = 
 def generate(made: SlotEngine, asked: list[Request]) -> list[TrainRow]:
     for request in asked:
         made.add(request)
-    done = {}
+    done: dict[str, Completion] = {}
     while made.has_work:
         done |= {completion.request_id: completion for completion in made.step()}
     found = []

@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import orjson
@@ -42,6 +42,8 @@ from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.engines.sglang.one_server import SGLangEngine
 from rondo.roles.engines.sglang.open import one_engine
 from rondo.roles.engines.sglang.restarts import KeptEngine, kept
+from rondo.roles.engines.sglang.server import Server
+from rondo.roles.engines.sglang.weights import ServerWeights
 from rondo.runtime.errors import PeerGone, RondoError, WorkerDied
 
 NUM_SERVERS, IN_FLIGHT = 8, 512
@@ -115,7 +117,7 @@ class StubConnection(asyncio.Protocol):
                 b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
             )
         over = end == NUM_NEW
-        meta = {
+        meta: dict[str, Any] = {
             "finish_reason": {"type": "length", "length": NUM_NEW} if over else None, "completion_tokens": end,
             "prompt_tokens": NUM_PROMPT, "weight_version": State.version, "cached_tokens": 0,
             "output_token_logprobs": [[-1.0, 100 + i, None] for i in range(first, end)],
@@ -224,13 +226,16 @@ class World:
         async def connect(client: SGLangClient) -> SGLangEngine:
             found = {name: getattr(STUB, name) for name in STUB.__dataclass_fields__}
             capabilities = type(STUB)(**found | {"tells_new_tokens": True})
-            return SGLangEngine(client, weights=Number(client), pause="in_place", capabilities=capabilities)
+            return SGLangEngine(
+                client, weights=cast(ServerWeights, Number(client)), pause="in_place", capabilities=capabilities
+            )
 
         async def tell(kind: str, data: Mapping[str, Any]) -> None:
             return
 
         self.engines = [
-            KeptEngine(s, connect, newest=self.newest, deadline_s=60.0, silent_s=300.0, tell=tell) for s in self.servers
+            KeptEngine(cast(Server, s), connect, newest=self.newest, deadline_s=60.0, silent_s=300.0, tell=tell)
+            for s in self.servers
         ]
         async with kept(self.engines):
             dispatcher = one_engine(self.engines, newest=self.newest)
@@ -338,7 +343,7 @@ async def one(name: str, settle_s: float, slow_s: float) -> Row:
                 for server in world.servers:
                     server.send(signal.SIGCONT)
     except Exception as error:  # noqa: BLE001 - that the replica ended is a finding, not the benchmark's end
-        first = error
+        first: BaseException = error
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
         row.error = f"the replica ended: {type(first).__name__}: {first}"

@@ -31,7 +31,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -50,7 +50,7 @@ from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.models.units import decoder_layers
 from rondo.roles.config import DataConfig, JobConfig, RewardConfig, RolloutConfig, TrainConfig
 from rondo.roles.training.backend import Backend
-from rondo.roles.training.objective import TrainRow, open_policy
+from rondo.roles.training.objective import PolicyObjective, TrainRow, open_policy
 from rondo.runtime.memory.segments import Segment
 
 WORST = ("load_ratio", "step_ratio", "publish_ratio", "trace_error")
@@ -197,15 +197,15 @@ def micro_batch(number: int, case: Case) -> list[TrainRow]:
     made = []
     for _ in range(case.rows):
         tokens = draw.integers(0, 32_768, case.tokens).astype(np.int32)
-        columns = [draw.normal(-1, 0.1, half).astype(np.float32) for _ in range(2)]
-        made.append(TrainRow(tokens, np.ones(half, np.uint8), *columns, None, None, np.zeros(half, np.int32)))
+        sampled, worth = (draw.normal(-1, 0.1, half).astype(np.float32) for _ in range(2))
+        made.append(TrainRow(tokens, np.ones(half, np.uint8), sampled, worth, None, None, np.zeros(half, np.int32)))
     return made
 
 
 def train(config: JobConfig, case: Case, slab: Segment, out: Path) -> None:
     peaks = Peaks()
     trainer = open_policy(config, str(config.model.path), world_size=case.ranks, device="cpu")
-    trainer.objective = Told(trainer.objective, peaks)
+    trainer.objective = cast(PolicyObjective, Told(trainer.objective, peaks))
     for number in range(case.micro_batches):
         spans = [[number * 1000 + at, 0, 0, 1] for at in range(case.rows)]
         trainer.accumulate(0, micro_batch(number, case), spans, last=number == case.micro_batches - 1)

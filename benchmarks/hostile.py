@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import os
@@ -173,7 +174,7 @@ class Leader:
                     answered[await told(lambda: asyncio.open_connection("127.0.0.1", port), data)] += 1
                 else:
                     path, data = random.choice(sockets), frames[number // 10 % len(frames)]
-                    answered["frame: " + await told(lambda path=path: asyncio.open_unix_connection(path), data)] += 1
+                    answered["frame: " + await told(functools.partial(asyncio.open_unix_connection, path), data)] += 1
 
         await asyncio.gather(*(work() for _ in range(IN_FLIGHT)))
 

@@ -92,7 +92,7 @@ async def link(row_bytes: int, ring_size: int, config: LinkConfig, seconds: floa
 
         fill()
         task = asyncio.create_task(sender.run())
-        rates = []
+        rates: list[float] = []
         sender.wake()
         await sender.released_upto(writer.head, deadline_s=60.0)  # the first lap maps every page, and is not counted
         fill()

@@ -69,7 +69,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         wanted = [(modality, seed) for seed in options.seeds for modality in options.modalities]
         with ThreadPoolExecutor(options.beside) as beside:
-            found = list(beside.map(lambda pair: run(*pair, options, folder), wanted))
+            found = list(beside.map(lambda pair: run(pair[0], pair[1], options, folder), wanted))
     result = {}
     for modality in options.modalities:
         runs = [summary for (made, _), summary in zip(wanted, found, strict=True) if made == modality]

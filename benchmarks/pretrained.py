@@ -12,6 +12,7 @@ each step]], "teacher_kl": [[of each step]], "step_s": [median seconds a step]}}
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shutil
 import statistics
@@ -73,7 +74,7 @@ def main() -> None:
             of = {"name": name, "seed": seed, "steps": options.steps, "model": Path(options.model).name}
             if name == "distillation" and not teacher.exists():
                 cell("grpo", options.seeds[0], options.steps, model, teacher)
-            figures = cells.made(of, lambda name=name, seed=seed: cell(name, seed, options.steps, model, teacher))
+            figures = cells.made(of, functools.partial(cell, name, seed, options.steps, model, teacher))
             for key, value in figures.items():
                 found[name].setdefault(key, []).append(value)
     print(json.dumps(found | {"steps": options.steps}))

@@ -26,7 +26,12 @@ DAPO = (
     '\n\nRemember to put your answer on its own line after "Answer:".',
 )
 SEEN, HEARD, BELOW = "Which digit is shown?", "Which digit is said?", "Which of the two digits are below two?"
-BOTH_OPTIONS = ("A. both", "B. only the one in the picture", "C. only the one that is said", "D. neither")
+BOTH_OPTIONS: tuple[str, ...] = (
+    "A. both",
+    "B. only the one in the picture",
+    "C. only the one that is said",
+    "D. neither",
+)
 NUM_DIGITS, NUM_MOVING = 4, 5
 """Digits of a form: one a choice, from 0 on."""
 DIGIT_OPTIONS = tuple(f"{letter}. {digit}" for digit, letter in enumerate("ABCDE"))

@@ -16,6 +16,7 @@ Prints a line a cell, and JSON last: {cell: {"before": [by seed], "after": [..],
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import shutil
@@ -123,7 +124,7 @@ def main() -> None:
     for seed in options.seeds:
         for name in options.cells:
             of: Mapping[str, Any] = {"cell": name, "seed": seed, "steps": options.steps, "warm_up": WARM_UP}
-            figures = cells.made(of, lambda name=name, seed=seed: measured(name, seed, options.steps, folder))
+            figures = cells.made(of, functools.partial(measured, name, seed, options.steps, folder))
             for key, value in figures.items():
                 found[name].setdefault(key, []).append(value)
     print(json.dumps(found | {"steps": options.steps, "digits": digits}))

@@ -41,7 +41,7 @@ from rondo.roles.engines.replica import Replica
 from rondo.roles.forward import ActorForwardRole, ReferenceRole, Scored
 from rondo.roles.job import Job
 from rondo.roles.rollout import RolloutRole
-from rondo.roles.sampling.groups import PromptGroups
+from rondo.roles.sampling.groups import PromptGroups, Sample
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.objective import PolicyObjective, TrainRow, open_policy
 from rondo.runtime.worker.context import WorkerContext
@@ -240,10 +240,11 @@ class ReplayGroups(PromptGroups):
         prompt, _ = await super().prepare(row, data)
         return prompt, MediaInputs(row.name, self._arrays) if self._arrays else None
 
-    def _columns(self, prompt: np.ndarray, done: Sequence[Completion], scored: Sequence[bool]) -> list[Column]:
-        columns = super()._columns(prompt, done, scored)
+    async def _taught(self, row: Row, samples: Sequence[Sample]) -> list[Column]:
+        columns = await super()._taught(row, samples)
         if self._replay.routed_bytes:
-            columns.append(Column("routed_experts", "uint8", [self._experts[: len(c.tokens)] for c in done]))
+            experts = [self._experts[: len(each.made.last.tokens)] for each in samples]
+            columns.append(Column("routed_experts", "uint8", experts))
         return columns
 
 
@@ -292,12 +293,12 @@ def _read_media(media: Sequence[MediaInputs | None]) -> None:
 
 
 class ReplayReference(ReferenceRole):
-    def _open_scorer(self, path: str, job: Job) -> ReplayScorer:  # type: ignore[override]
+    def _open_scorer(self, path: str, job: Job) -> ReplayScorer:
         return ReplayScorer(Replay.read(self._ctx.run_dir), "reference")
 
 
 class ReplayActorForward(ActorForwardRole):
-    def _open_scorer(self, path: str, job: Job) -> ReplayScorer:  # type: ignore[override]
+    def _open_scorer(self, path: str, job: Job) -> ReplayScorer:
         return ReplayScorer(Replay.read(self._ctx.run_dir), "actor_fwd")
 
 
@@ -356,7 +357,7 @@ class TimedBus:
         return getattr(self._bus, name)
 
     async def stream(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Round]:
-        async with aclosing(self._bus.stream(*args, **kwargs)) as rounds:  # type: ignore[type-var]
+        async with aclosing(self._bus.stream(*args, **kwargs)) as rounds:
             while True:
                 began = time.monotonic()
                 made = await anext(rounds, None)

@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -114,9 +114,9 @@ def shared_memory(dtype: torch.dtype, num_bytes: int, repetitions: int, num_thre
                 _seconds(lambda: bucket_sum(source)),
             ]
 
-            def tell(what: Any) -> None:
-                child.stdin.write(json.dumps(what).encode() + b"\n")
-                child.stdin.flush()
+            def tell(what: Any, to: IO[bytes] = child.stdin) -> None:
+                to.write(json.dumps(what).encode() + b"\n")
+                to.flush()
 
             tell([version % 2, version])
             began = time.perf_counter()

@@ -101,7 +101,7 @@ def no_reward(response: str, label: str, *, prompt: str, metadata: dict[str, obj
 def job(folder: Path, *, micro_batch_tokens: int, attn: str = "sdpa", checkpointing: bool = True) -> JobConfig:
     """A job in bfloat16 over the model in `folder`."""
     return JobConfig(
-        name="gpu", num_steps=100, model=ModelConfig(path=str(folder), dtype="bfloat16", attn=attn),  # type: ignore[arg-type]
+        name="gpu", num_steps=100, model=ModelConfig(path=str(folder), dtype="bfloat16", attn=attn),
         data=DataConfig(rows=no_rows, label="answer"), reward=RewardConfig(function=no_reward),
         rollout=RolloutConfig(prompts_per_step=1, samples_per_prompt=2, max_prompt_tokens=8, max_new_tokens=8),
         train=TrainConfig(
