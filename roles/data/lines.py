@@ -19,8 +19,11 @@ import hashlib
 import logging
 import os
 import tempfile
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +31,12 @@ import numpy as np
 log = logging.getLogger(__name__)
 
 _SCAN_BYTES = 1 << 20
-"""At once: as much as stays in the processor's caches while it is looked through."""
+"""A part: as much as stays in the caches of a processor while it is looked through."""
+_LINE_BYTES = 1 << 12
+_MOST_THREADS = 4
 _KEPT_FROM_BYTES = 1 << 20
+_LEFT_S = 3600.0
+"""Nobody writes an index for so long."""
 _SPACE = np.isin(np.arange(256), list(b"\n\r\t\v\f ")).astype(bool)
 """Whether a line that begins with this byte may be blank."""
 _MAGIC = 0x1_0A_72_6F_6E_64_6F
@@ -128,29 +135,45 @@ class Lines:
 
 
 def _scan(file: File) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """(first bytes of lines that are not blank, and of those that are), some at a time; last the end of the last line + 1."""
-    with file.current_path().open("rb") as text, file.current_path().open("rb") as again:
-        done, begins_line = 0, True
+    """(first bytes of lines that are not blank, and of those that are), some at a time; last the end of the last line + 1.
+
+    Threads look through parts beside each other: neither reading nor numpy's searches hold Python's lock."""
+    end, parts = file.num_bytes, deque[Future[tuple[np.ndarray, np.ndarray]]]()
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    with file.current_path().open("rb") as text, ThreadPoolExecutor(threads) as scanning:
         # Lines that come while it is scanned are not of the file as it was opened.
-        while chunk := text.read(min(_SCAN_BYTES, file.num_bytes - done)):
-            found = np.frombuffer(chunk, np.uint8)
-            begins = np.flatnonzero(found == ord("\n")) + 1
-            if begins_line:
-                begins = np.insert(begins, 0, 0)
-            begins_line = chunk.endswith(b"\n")
-            begins = begins[: len(begins) - begins_line]
-            # A row is a JSON object, which begins with a brace: only lines that begin otherwise are read while scanning.
-            blank = [at for at in begins[_SPACE[found[begins]]].tolist() if not _line(again, done + at).strip()]
-            kept = np.setdiff1d(begins, blank, assume_unique=True) if blank else begins
-            yield kept + done, np.array(blank, np.int64) + done
-            done += len(chunk)
-    yield np.array([done + (not begins_line)]), np.zeros(0, np.int64)
+        for first in range(0, end, _SCAN_BYTES):
+            parts.append(scanning.submit(_scan_part, text.fileno(), first, end))
+            if len(parts) > 2 * threads:  # what is found and not yet taken lies in memory
+                yield parts.popleft().result()
+        yield from (part.result() for part in parts)
+        ends_line = end == 0 or os.pread(text.fileno(), 1, end - 1) == b"\n"
+    yield np.array([end + (not ends_line)]), np.zeros(0, np.int64)
 
 
-def _line(text: object, start: int) -> bytes:
-    text.seek(start)  # type: ignore[attr-defined]
-    line: bytes = text.readline()  # type: ignore[attr-defined]
-    return line
+def _scan_part(fd: int, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+    """As `_scan`, of the lines behind the newlines of one part, and of the file's first."""
+    found = np.frombuffer(os.pread(fd, min(_SCAN_BYTES + 1, end - first), first), np.uint8)
+    # The last byte is the next part's, with which the line behind a last newline begins; at the end of the file there is none.
+    begins = np.flatnonzero(found[:-1] == ord("\n")) + 1
+    if first == 0 and len(found):
+        begins = np.insert(begins, 0, 0)
+    # A row is a JSON object, which begins with a brace: only lines that begin otherwise are read while scanning.
+    blank = [at for at in begins[_SPACE[found[begins]]].tolist() if _is_blank(fd, first + at, end)]
+    kept = np.setdiff1d(begins, blank, assume_unique=True) if blank else begins
+    return kept + first, np.array(blank, np.int64) + first
+
+
+def _is_blank(fd: int, at: int, end: int) -> bool:
+    """Whether nothing but white space is in the line that begins here."""
+    while piece := os.pread(fd, min(_LINE_BYTES, end - at), at):
+        line, newline, _ = piece.partition(b"\n")
+        if line.strip():
+            return False
+        if newline:
+            break
+        at += len(piece)
+    return True
 
 
 def _scanned(file: File) -> tuple[np.ndarray, np.ndarray]:
@@ -185,8 +208,10 @@ def _write(to: Path, file: File) -> None:
                 Path(out.name).unlink()
             raise
     for other in to.parent.glob(f"{to.name.partition('-')[0]}-*"):
-        if other != to and other.suffix == to.suffix:  # of what the file was before
-            other.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            # Of what the file was before, or of somebody who was killed while writing.
+            if other != to and (other.suffix == to.suffix or time.time() - other.stat().st_mtime > _LEFT_S):
+                other.unlink()
 
 
 def _is_index(path: Path) -> bool:

@@ -19,7 +19,6 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,8 +38,6 @@ MOST_SAMPLED, MOST_MADE = 256, 4096
 """Rows that a digest looks at: of files, and of what is in memory."""
 _MOST_OPEN = 64
 """Files that stay open, so that their rows are there for as long as the process, whoever replaces or removes them."""
-_MOST_SCANNED = 4
-"""Files that are looked through for lines at once."""
 _LONG = re.compile(rb"[0-9]{19}")
 """In a number, one that may have more than 64 bits."""
 INSTALL = "Install it: pip install 'rondo-rl[data]'"
@@ -79,9 +76,7 @@ class JsonLines:
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
         self._files = [File(path, keep=number < _MOST_OPEN) for number, path in enumerate(paths)]
-        with ThreadPoolExecutor(max_workers=_MOST_SCANNED) as scanning:
-            keep = (number < _MOST_OPEN for number in range(len(paths)))
-            self._lines = list(scanning.map(lambda file, keep: Lines(file, keep=keep), self._files, keep))
+        self._lines = [Lines(file, keep=number < _MOST_OPEN) for number, file in enumerate(self._files)]
         self._first_rows = np.cumsum([0] + [len(lines) for lines in self._lines])
         self._digests = [self._digest_of(number) for number in range(len(paths))]
 

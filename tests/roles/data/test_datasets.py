@@ -78,20 +78,16 @@ def test_jsonl_rows_are_read_by_number(tmp_path: Path) -> None:
     ],
     ids=["plain", "without a last newline", "with blank lines and carriage returns", "with spaces"],
 )
-def test_jsonl_is_read_however_it_is_laid_out(tmp_path: Path, text: str) -> None:
+def test_jsonl_is_read_however_it_is_laid_out(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_bytes(text.encode())
-    assert prompts(open_dataset(config(tmp_path / "a.jsonl", label=None))) == ["a", "ü\n"]
+    for num_bytes in (1 << 20, 1, 2, 7, len(text.encode())):  # of a part that is looked through
+        monkeypatch.setattr("rondo.roles.data.lines._SCAN_BYTES", num_bytes)
+        assert prompts(open_dataset(config(tmp_path / "a.jsonl", label=None))) == ["a", "ü\n"]
 
 
 def test_numbers_of_jsonl_are_what_the_text_says(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(f'{{"question": "a", "answer": [{10**30}, NaN, -Infinity, 1.5]}}\n')
     assert repr(open_dataset(config(tmp_path / "a.jsonl")).row(0).label) == f"[{10**30}, nan, -inf, 1.5]"
-
-
-def test_lines_longer_than_the_scanned_blocks_are_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rondo.roles.data.lines._SCAN_BYTES", 7)
-    data = open_dataset(config(write_jsonl(tmp_path / "a.jsonl", ROWS)))
-    assert prompts(data) == [row["question"] for row in ROWS]
 
 
 def test_a_row_is_named_by_its_line_also_behind_blank_lines(tmp_path: Path) -> None:

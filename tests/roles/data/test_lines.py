@@ -56,9 +56,14 @@ def test_an_index_of_a_file_that_has_changed_is_not_read_and_goes(
     path.write_text(lines(range(20)))
     before = opened(path)
     [old] = kept()
+    killed, writing = (old.with_name(f"{old.name}{name}") for name in "ab")
+    for left in (killed, writing):
+        left.write_text("an index that is not whole yet")
+    os.utime(killed, (1, 1))
     with path.open("a") as file:
         file.write('{"prompt": "torn')
     assert len(opened(path)) == 21 and old not in kept() and len(kept()) == 1
+    assert writing.exists() and not killed.exists()
     with pytest.raises(RowError, match=r"a.jsonl:24: row must be JSON, got b'\{\"prompt\": \"torn'"):
         opened(path).row(20)
     assert len(read(before)) == 20
