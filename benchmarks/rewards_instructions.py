@@ -24,6 +24,7 @@ _KEYS = {"keywords": ["romantic", "river", "Mona Lisa"]}
 _SENTENCES = "length_constraints:number_sentences"
 _WORDS = "length_constraints:number_words"
 _L4RGE = "L4RGE L4NGU4GE M0DEL: AI syst3m th4t und3rstands, g3n3r4tes, or tr4nsforms\nl4ngu4g3 b4s3d on pr3vious l3arning & d4t4."
+_FIVE, _BULLET = "This sentence has 5 words.", "* A bullet."
 IFEVAL = [
     _case("language:response_language", "The response is English", 1, language="en"),
     _case("language:response_language", "Desayunamos en McDonald's hoy", 1, language="es"),
@@ -95,4 +96,46 @@ IFBENCH = [
     _case("format:emoji", "😀 This starts with emoji.", 0),
     _case("ratio:sentence_words", "This is one. Now it's 22. On to three.", 1),
     _case("ratio:sentence_words", "This. Is. Not. Correct.", 0),
+    _case("words:start_verb", "Does this sentence start with a verb?", 1),
+    _case("words:start_verb", "This sentence does not start with a verb.", 0),
+    _case("words:repeats", "This is one. This is two. This is three.", 0, small_n=2),
+    _case("words:repeats", "This is one. This is two. This is three.", 1, small_n=3),
+    _case("sentence:keyword", "I am it. It is me. I am not it. It is not me. I am not it.", 1, word="it", N=5),
+    _case("sentence:keyword", "I am not it. It is not me.", 0, word="it", N=5),
+    _case("count:pronouns", "I am a pronoun. It is a pronoun. He, she, and they are pronouns.", 1, N=5),
+    _case("count:pronouns", "She is his sister. They share their parents.", 0, N=5),
+    _case("count:pronouns", "My pronouns are she/her/hers.", 1, N=4),
+    _case("words:odd_even_syllables", "Children have little to regret. They enjoy the sunshine.", 1),
+    _case("words:odd_even_syllables", "Children have little to regret. They enjoy the sunshine. But not the rain.", 0),
+    _case("words:last_first", "This feels unnatural. Unnatural is this test.", 1),
+    _case("words:last_first", "This is not a success. This is a failure.", 0),
+    _case(
+        "words:paragraph_last_first", "This paragraph started with this.\n\nAnother paragraph starts with another.", 1
+    ),
+    _case("words:paragraph_last_first", "This paragraph started with this. Another paragraph starts with another.", 0),
+    _case("sentence:increment", f"This has three. {_FIVE} This sentence will have two more words.", 1, small_n=2),
+    _case("sentence:increment", f"This has three. {_FIVE} This sentence will have two more words.", 0, small_n=3),
+    _case("words:no_consecutive", "This shouldn't succeed.", 0),
+    _case("words:no_consecutive", "This words, though. ", 1),
+    _case("format:line_indent", "  Two spaces. \n   Three spaces.\n    Four spaces. ", 1),
+    _case("format:line_indent", "  Two spaces. \n   Three spaces.\n     Five spaces. \n    Four spaces.", 0),
+    _case("format:quote_unquote", ' "Just a quoted phrase with no explanation." ', 0),
+    _case("format:list", "Some explanation.\n ... A bullet point.\n ... Another bullet point.", 1, sep="..."),
+    _case("format:list", "- Some explanation.\n - A bullet point.\n - Another bullet point", 0, sep="..."),
+    _case("format:thesis", "<i>\n  A thesis.\n</i>\nA paragraph", 1),
+    _case("format:sub-bullets", f"Some sentence.\n  {_BULLET}\n     - A sub-bullet.\n     - Another sub-bullet.", 1),
+    _case(
+        "format:sub-bullets", f"Some sentence.\n  {_BULLET}\n  * Another bullet.\n    - Only one has a sub bullet.", 0
+    ),
+    _case("format:no_bullets_bullets", f"This is a sentence. This is another sentence.\n  {_BULLET}\n  {_BULLET}", 1),
+    _case("format:no_bullets_bullets", f"This is a sentence.\n  {_BULLET}\n  {_BULLET}", 0),
+    _case("format:no_bullets_bullets", f"This is a sentence. This is another sentence.\n  {_BULLET}\n", 0),
+    _case("custom:multiples", "Sure! Here it is: 14,21,28,35,42,49", 1),
+    _case("custom:multiples", "7 14 21 28 35 42 49", 0),
+    _case("custom:character_reverse", ".su eht fo lobmys lanoitan eht si elgae dlab", 1),
+    _case("custom:character_reverse", "The bald eagle is the national bird of the US.", 0),
+    _case("custom:word_reverse", ".US the of bird national the is eagle bald The.", 1),
+    _case("custom:word_reverse", "The bald eagle is the national bird of the US.", 0),
+    _case("custom:date_format_list", "1796-07-05, 1800-12-31", 1),
+    _case("custom:date_format_list", "07-05-1796", 0),
 ]

@@ -22,13 +22,14 @@ _STOP_WORDS = "a has high i is the this"
 
 @pytest.fixture(scope="module", autouse=True)
 def language_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """nltk's own is a download: sentences end as they do without known abbreviations, and no word is a verb."""
+    """nltk's own is a download: sentences end as they do without known abbreviations, and one word is a verb."""
     folder = tmp_path_factory.mktemp("nltk")
     tagger = f"taggers/{(name := 'averaged_perceptron_tagger_eng')}/{name}"
     files = dict.fromkeys(("abbrev_types.txt", "collocations.tab", "ortho_context.tab", "sent_starters.txt"), "")
     files = {f"tokenizers/punkt_tab/english/{name}": text for name, text in files.items()} | {
         "tokenizers/punkt/none": "", "corpora/stopwords/english": "\n".join(_STOP_WORDS.split()),
-        f"{tagger}.weights.json": "{}", f"{tagger}.tagdict.json": "{}", f"{tagger}.classes.json": '["NN"]',
+        f"{tagger}.weights.json": "{}", f"{tagger}.tagdict.json": '{"Does": "VBZ"}',
+        f"{tagger}.classes.json": '["NN"]',
     }  # fmt: skip
     for path, text in files.items():
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
