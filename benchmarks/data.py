@@ -2,13 +2,13 @@
 
     rondo bench data [--rows 10000000] [--folder FOLDER] [--quick]
 
-Files are made once in `--folder`, in shards: JSONL, and parquet in groups of 1,000, 10,000 and 1,000,000 rows. Each figure is of
-a process of its own: the first start, which makes the indexes of JSONL, and a later one, from opening to the first row; processor
-time of a row, read in the shuffled order (`w4`: by windows of four groups); memory that is the process's own (RssAnon), before
-opening, after, and after all reads. For `resume` a process prints each row that it takes, is killed by SIGKILL in the middle, and
-another goes on from its position: rows must be those of one that was left alone; and so for a whole `run`, all of whose processes
-are killed. Files lie in the page cache as they do. What was found lies in the folder too: what was stopped goes on. The last line
-is JSON.
+Files are made once in `--folder`, in shards: JSONL, and parquet in groups of 1,000, 10,000 and 1,000,000 rows; and in one file
+(`one`). Each figure is of a process of its own: the first start, which makes the indexes of JSONL, and a later one, from opening
+to the first row, with the load before it; processor time of a row, read in the shuffled order (`w4`: by windows of four groups);
+memory that is the process's own (RssAnon), before opening, after, and after all reads. For `resume` a process prints each row
+that it takes, is killed by SIGKILL in the middle, and another goes on from its position: rows must be those of one that was left
+alone; and so for a whole `run`, all of whose processes are killed. Files lie in the page cache as they do. What was found lies in
+the folder too: what was stopped goes on. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def rows(first: int, count: int) -> tuple[list[str], list[str]]:
     return questions, [str(number % 1000) for number in numbers]
 
 
-def make(folder: Path, num_rows: int, group: int | None) -> None:
+def make(folder: Path, num_rows: int, group: int | None, shards: int = _SHARDS) -> None:
     """The shards of one form, those that are not there yet."""
     folder.mkdir(parents=True, exist_ok=True)
-    size = -(-num_rows // _SHARDS)
-    for number in range(_SHARDS):
+    size = -(-num_rows // shards)
+    for number in range(shards):
         first, end = number * size, min((number + 1) * size, num_rows)
         path = folder / f"{number}.{'jsonl' if group is None else 'parquet'}"
         if path.exists():
@@ -163,9 +163,10 @@ def trained(run_dir: Path) -> dict[int, list[str]]:
 
 
 def elsewhere(folder: Path, windows: int | None, seconds: float) -> dict[str, Any]:
+    load = os.getloadavg()[0]
     command = [sys.executable, "-m", "benchmarks.data", "--look", str(folder), str(windows or 0), str(seconds)]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
-    return {name: round(value, 4) for name, value in found.items()}
+    return {name: round(value, 4) for name, value in (found | {"load": load}).items()}
 
 
 def main() -> None:
@@ -203,6 +204,12 @@ def main() -> None:
     figures["jsonl"] = found("jsonl", elsewhere, jsonl, None, seconds)
     figures["index_bytes"] = sum(path.stat().st_size for path in cache.rglob("*.index"))
     figures["jsonl_bytes"] = sum(path.stat().st_size for path in jsonl.iterdir())
+    make(top / "jsonl_one", num_rows, None, shards=1)
+    figures["jsonl_one_first"] = found("jsonl_one_first", first, top / "jsonl_one")
+    figures["jsonl_one"] = found("jsonl_one", elsewhere, top / "jsonl_one", None, seconds)
+    make(top / "parquet_one", num_rows, 1_000, shards=1)
+    windows = None if options.quick else 4
+    figures["parquet_one"] = found("parquet_one", elsewhere, top / "parquet_one", windows, seconds)
     figures["resume_exact"] = {"jsonl": found("jsonl resumes", resumes, jsonl)}
     for group in (10_000, 1_000, 1_000_000):
         name, windows = f"parquet_{group}", 4 if group < 1_000_000 else 2

@@ -519,16 +519,18 @@ def data(f: Figures) -> Iterator[Row]:
         return f"{of['start_s']:.2f} s, {of['ms_a_row']:.2f} ms, {held} MB"
 
     parquet = sorted(
-        (name for name in f if name.startswith("parquet_")), key=lambda name: [int(n) for n in re.findall(r"\d+", name)]
+        (name for name in f if re.match(r"parquet_\d", name)),
+        key=lambda name: [int(n) for n in re.findall(r"\d+", name)],
     )
     yield (
         f"{f['rows'] / 1e6:,.0f} million rows in JSONL ({f['jsonl_bytes'] / 1e9:.1f} GB), all shuffled, for the first time, "
         "which makes the index, and later: seconds to the first row; processor time of a row; memory of opening and of reading",
-        f"{told('jsonl_first')}; {told('jsonl')}",
+        f"{told('jsonl_first')}; {told('jsonl')}; of one file {told('jsonl_one_first')}; {told('jsonl_one')}",
     )
     yield (
         "the same in parquet, by rows of a group; `w`: groups that are shuffled at a time",
-        "; ".join(f"{name.removeprefix('parquet_').replace('_', ' ')}: {told(name)}" for name in parquet),
+        "; ".join(f"{name.removeprefix('parquet_').replace('_', ' ')}: {told(name)}" for name in parquet)
+        + f"; one file, 1000 w4: {told('parquet_one')}",
     )
     run, both = f["run"], f["resume_exact"]
     yield (
