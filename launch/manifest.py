@@ -60,9 +60,9 @@ def write(run: Path) -> None:
 
 
 def parted(first: Mapping[str, Any], second: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """(path, value in the first, value in the second) where two trees differ; "-" where there is none."""
+    """(path, value in the first, value in the second) where two trees differ; "-" where there is none, or None."""
     for name in dict.fromkeys([*first, *second]):
-        a, b = first.get(name, _ABSENT), second.get(name, _ABSENT)
+        a, b = (_ABSENT if tree.get(name) is None else tree[name] for tree in (first, second))
         if isinstance(a, Mapping) and isinstance(b, Mapping):
             yield from parted(a, b, f"{place}{name}.")
         elif a != b:

@@ -241,12 +241,13 @@ def owner(path: Path) -> int | None:
 
 
 def supervisor_record(path: Path) -> SupervisorRecord | None:
-    """How to reach the run that is alive in a run directory; None while it starts, and when none is."""
+    """How to reach the run that is alive in a run directory; None when none is, while it starts, and while it ends: its token
+    goes with its roles."""
     try:
         record = SupervisorRecord(**read_json(path / "supervisor.json"))
     except (ConfigError, TypeError):
         return None
-    return record if record.pid == owner(path) else None
+    return record if record.pid == owner(path) and Path(record.token_path).exists() else None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -52,7 +52,7 @@ def show_status(path: Path, *, as_json: bool = False) -> int:
         if as_json:
             _print_json({"run": run.name, "alive": True, "pid": pid, "starting": True})
         else:
-            print(f"run {run.name} is starting, pid {pid}")
+            print(f"run {run.name} is starting, or ends, pid {pid}")
         return 0
     if summary is None:
         return _print_unfinished(run, as_json)
@@ -75,13 +75,15 @@ def ask_to_stop(path: Path, *, reason: str, now: bool = False, wait: bool = True
 
 
 def live_record(path: Path, what: str) -> SupervisorRecord:
-    """Of the run at `path`. PeerGone while it starts, ConfigError where it has ended."""
+    """Of the run at `path`. PeerGone while it starts or ends, ConfigError where it has ended."""
     run = existing_run(path)
     record = supervisor_record(run)
     if record is None:
         pid = owner(run)
         if pid is not None:
-            raise PeerGone(f"run {run.name} must have started {what}, got pid {pid} still starting. Try again soon")
+            raise PeerGone(
+                f"run {run.name} must have started, and not be ending, {what}, got pid {pid} that does. Try again soon"
+            )
         raise ConfigError(f"RUN must be alive {what}, got {run} which has ended. See `rondo status {path}`")
     return record
 
@@ -98,6 +100,11 @@ def ask(record: SupervisorRecord, path: str, body: dict[str, Any] | None = None,
     Refused with the words of an answer that is no success."""
     try:
         token = Path(record.token_path).read_text().strip() if token is None else token
+    except FileNotFoundError:
+        raise PeerGone(
+            f"a run must not be ending to be asked, got pid {record.pid} that is. See `rondo status`"
+        ) from None
+    try:
         request = urllib.request.Request(
             url_of(record) + path,
             data=None if body is None else orjson.dumps(body),

@@ -48,7 +48,7 @@ def test_what_a_repository_has_beyond_its_commit_is_kept(tmp_path: Path, monkeyp
 
 
 def test_two_trees_part_at_their_leaves() -> None:
-    found = list(parted({"a": {"b": 1, "c": [2]}, "d": 3}, {"a": {"b": 1, "c": [4]}, "e": {}}))
+    found = list(parted({"a": {"b": 1, "c": [2]}, "d": 3, "f": None}, {"a": {"b": 1, "c": [4]}, "e": {}}))
     assert found == [("a.c", [2], [4]), ("d", 3, "-"), ("e", "-", {})]
 
 

@@ -180,12 +180,15 @@ def test_attempts_are_counted_by_their_logs(tmp_path: Path) -> None:
 
 
 def test_how_to_reach_a_run_is_private_and_ends_with_it(tmp_path: Path) -> None:
+    (tmp_path / "token").touch()
     with RunDir.create(tmp_path, "demo", {}) as run:
         run.write_supervisor(rt_dir=tmp_path, admin_host="127.0.0.1", admin_port=80, token_path=tmp_path / "token")
         assert (run.path / "supervisor.json").stat().st_mode & 0o777 == 0o600
         record = supervisor_record(run.path)
         assert record is not None
         assert (record.pid, record.admin_port) == (os.getpid(), 80)
+        (tmp_path / "token").unlink()  # with its roles
+        assert supervisor_record(run.path) is None
     assert supervisor_record(run.path) is None
     assert not (run.path / "supervisor.json").exists()
 

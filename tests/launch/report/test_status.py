@@ -137,9 +137,11 @@ def test_a_run_that_starts_is_shown_and_cannot_be_stopped_yet(
 ) -> None:
     with RunDir.create(tmp_path, "demo", {}) as run:
         assert show_status(run.path) == 0
-        assert capsys.readouterr().out.startswith("run demo is starting, pid ")
-        with pytest.raises(PeerGone, match="run demo must have started to be stopped"):
+        assert capsys.readouterr().out.startswith("run demo is starting, or ends, pid ")
+        with pytest.raises(PeerGone, match="run demo must have started, and not be ending, to be stopped"):
             ask_to_stop(run.path, reason="x")
+        run.write_supervisor(rt_dir=tmp_path, admin_host="127.0.0.1", admin_port=9, token_path=tmp_path / "gone")
+        assert show_status(run.path) == 0
 
 
 def test_a_run_that_has_ended_cannot_be_stopped(tmp_path: Path) -> None:
