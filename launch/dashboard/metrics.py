@@ -16,6 +16,7 @@ import time
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -111,7 +112,7 @@ class Metrics:
                     self._empty()
                     continue
                 for record in read_lines(lines, self._path):
-                    if isinstance(record, dict):
+                    with suppress(TypeError, ValueError):  # of one that no run writes
                         self._add(record)
                 if self._tail.offset - self._offset_written >= _BLOCK_BYTES:
                     self._write()

@@ -84,6 +84,17 @@ class Run:
             "explanation": self._explanation(settings), "mode": settings.get("mode"), "seed": settings.get("seed"),
         }  # fmt: skip
 
+    def glance(self) -> dict[str, Any]:
+        """`overview`, or why there is none: others that are shown beside this run do not depend on its directory."""
+        try:
+            return self.overview()
+        except Exception as error:  # noqa: BLE001  # of a directory that is gone, or holds what no run writes
+            words = str(error) if isinstance(error, RondoError) else f"Its files cannot be read: {error!r}"
+            return {
+                "id": self.id, "path": str(self.path), "state": "unreadable", "words": words, "alive": False, "share": 1.0,
+                "num_done": 0, "num_steps": None, "figures": {}, "evaluations": [], "explanation": None,
+            }  # fmt: skip
+
     def health(self) -> dict[str, Any]:
         """Role groups, restarts, waits, memory and what happened."""
         with self._lock:
@@ -218,7 +229,8 @@ class Run:
 
     def live(self) -> dict[str, Any]:
         """What the admin endpoint says, by the names of its routes; "error" where it does not answer, empty for a run that is
-        over. Not older than a second, and asked once at a time."""
+        over. Not older than a second, or than the answer took, and asked once at a time: for a leader that stands still a page waits
+        half of its time at most."""
         with self._lock:
             now = time.monotonic()
             if now - self._asked_at < _FRESH_S:
@@ -229,7 +241,8 @@ class Run:
                     told = {name: ask(record, f"/{name}") for name in _ASKED}
                 except RondoError as error:
                     told = {"error": str(error)}
-            self._asked, self._asked_at = told, time.monotonic()
+            took_s = time.monotonic() - now
+            self._asked, self._asked_at = told, time.monotonic() + took_s
             return told
 
     # ---- parts ------------------------------------------------------------------------------------------------------
@@ -303,7 +316,7 @@ class Run:
 
     def _fold(self, records: Iterable[Any]) -> None:
         for record in records:
-            if not isinstance(record, dict):
+            if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
                 continue
             kind, name = record.get("kind"), record.get("group")
             if kind == "committed":

@@ -13,10 +13,12 @@ A row's number is its place in the index: it stays, until a file is written anew
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,8 @@ _ROW = np.dtype(
     [("file", "i4"), ("size", "i4"), ("offset", "i8"), ("key", "i8"), ("step", "i4"), ("sample", "i4"),
      ("reward", "f8"), ("failed", "?"), ("cut", "?")]
 )  # fmt: skip
+_MOST = 2**31 - 1
+"""That a column of `_ROW` holds."""
 _BLOCK_ROWS = 1 << 14
 _NEWEST = 8
 """Files that may still grow."""
@@ -43,6 +47,8 @@ _PIECE_BYTES = 1 << 16
 """So much of a file is looked through at once; no line of it is parsed where it does not hold the text."""
 _SHOWN, _SHOWN_WHOLE = 2_000, 200_000
 _GROUP = 256
+_DEEP = 32
+"""So far into lists and objects is shown what a line holds."""
 _HEAD_BYTES = 64
 
 
@@ -124,7 +130,7 @@ class Samples:
         waiting = set(self._open)
         if changed_ns != self._looked_ns:
             with os.scandir(self._folder) as entries:
-                found = {each.name for each in entries if each.name.endswith(".jsonl")}
+                found = {each.name for each in entries if each.name.endswith(".jsonl") and each.is_file()}
             others = (self._files[number] for number in self._evaluations)
             if not self._numbers.keys() <= found or any(self._head(each.name) != each.head for each in others):
                 self._blocks.clear()
@@ -138,8 +144,9 @@ class Samples:
         num = len(self._files)
         for number in {*range(max(0, num - _NEWEST), num), *self._evaluations}:
             file = self._files[number]
-            if number not in waiting and (self._folder / file.name).stat().st_size > file.offset:
-                waiting.add(number)
+            with suppress(FileNotFoundError):  # which the next look finds gone
+                if number not in waiting and (self._folder / file.name).stat().st_size > file.offset:
+                    waiting.add(number)
         self._open = sorted(waiting)
 
     def _file(self, file: _File) -> None:
@@ -163,14 +170,14 @@ class Samples:
         file = self._files[number]
         tail = Tail(self._folder / file.name, file.offset)
         at = file.offset
-        step = int(file.name[5:-6]) if file.kind == TRAINED and file.name[5:-6].isdecimal() else -1
+        step = int(file.name[5:-6]) & _MOST if file.kind == TRAINED and file.name[5:-6].isdecimal() else -1
         lines = tail.read()
         if lines and not file.head and file.kind != TRAINED:
             file.head = self._head(file.name)
         for line in lines:
             row = _row(line)
             if row is not None:
-                self._add((number, min(len(line), 2**31 - 1), at, row[0], step, *row[1:]))
+                self._add((number, min(len(line), _MOST), at, row[0], step, *row[1:]))
             at += len(line)
         file.offset = at
         self._changed.add(number)
@@ -279,7 +286,7 @@ class Samples:
         ends = offsets + rows["size"][numbers]
         of = rows["file"][numbers]
         starts = np.flatnonzero(np.diff(of, prepend=-1)).tolist()
-        for first, end in zip(reversed(starts), reversed([*starts[1:], len(of)]), strict=True):
+        for first, end in reversed(list(itertools.pairwise([*starts, len(of)]))):
             try:
                 file = os.open(f"{self._folder}/{files[of[first]].name}", os.O_RDONLY)
             except OSError:
@@ -338,10 +345,10 @@ def _row(line: bytes) -> tuple[int, int, float, bool, bool] | None:
     try:
         told = orjson.loads(line)
         group = told.get("group", told.get("number", -1))
-        key = crc32(str(told.get("set", "")).encode()) << 31 | (int(group) & 0x7FFFFFFF)
+        key = crc32(str(told.get("set", "")).encode()) << 31 | (int(group) & _MOST)
         reward = told.get("reward")
         value = float(reward) if isinstance(reward, int | float) else float("nan")
-        return key, int(told.get("sample", 0)), value, "error" in told, told.get("finish_reason") == "length"
+        return key, int(told.get("sample", 0)) & _MOST, value, "error" in told, told.get("finish_reason") == "length"
     except (orjson.JSONDecodeError, AttributeError, TypeError, ValueError, OverflowError):
         return None
 
@@ -353,18 +360,22 @@ def _shown(number: int, files: list[_File], row: np.void, line: Mapping[str, Any
     }
 
 
-def _cut(value: Any, most: int) -> Any:
-    """The same with texts of at most so many characters, which say so."""
+def _cut(value: Any, most: int, deep: int = _DEEP) -> Any:
+    """The same with texts of at most so many characters, which say so, and nothing deeper than so."""
     if isinstance(value, str):
         return value if len(value) <= most else f"{value[:most]}… ({len(value) - most} characters more)"
+    if isinstance(value, list | dict) and not deep:
+        return "…"
     if isinstance(value, list):
-        return [_cut(each, most) for each in value[:most]]
-    return {name: _cut(each, most) for name, each in value.items()} if isinstance(value, dict) else value
+        return [_cut(each, most, deep - 1) for each in value[:most]]
+    return {name: _cut(each, most, deep - 1) for name, each in value.items()} if isinstance(value, dict) else value
 
 
 def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _texts(each)
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, dict | list):
+            left += value.values() if isinstance(value, dict) else value

@@ -240,7 +240,7 @@ class Dashboard:
         return answer
 
     async def _all(self, request: web.Request) -> web.StreamResponse:
-        return _json(await asyncio.gather(*(self._in_thread(run, run.overview) for run in self.runs.values())))
+        return _json(await asyncio.gather(*(self._in_thread(run, run.glance) for run in self.runs.values())))
 
     def _of_run(
         self,

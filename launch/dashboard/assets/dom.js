@@ -15,7 +15,7 @@ const node = (child) => (child instanceof Node ? child : document.createTextNode
 
 // Control characters are shown, not obeyed.
 export const printable = (text) =>
-  text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u200e\u200f\u202a-\u202e\u2066-\u2069]/g, (each) => {
+  text.replace(/[\u0000-\u0008\u000b\u000c\u000e-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]/g, (each) => {
     const code = each.codePointAt(0);
     return code < 32 ? String.fromCodePoint(0x2400 + code) : `\\u${code.toString(16).padStart(4, "0")}`;
   });

@@ -102,8 +102,9 @@ function tokens({ rows, why }, sample, state) {
   if (!rows.length) return el("section", {}, el("h3", {}, "Tokens"), empty(why));
   let row = rows.find((each) => each.sample === sample) ?? rows[0], by = state.get("colour") ?? "log_probs";
   const text = el("pre", { class: "tokens", tabindex: 0 }), about = el("p", { class: "quiet" }), buttons = el("div", { class: "group" });
+  const most = rows.flatMap((each) => each.advantages).reduce((least, value) => Math.max(least, Math.abs(value)), 1e-9);
+  const newest = rows.flatMap((each) => each.versions).reduce((one, other) => Math.max(one, other), -1);
   const show = () => {
-    const most = Math.max(1e-9, ...rows.flatMap((each) => each.advantages).map(Math.abs)), newest = Math.max(...rows.flatMap((each) => each.versions));
     text.replaceChildren(...row.texts.map((piece, at) => token(row, piece, at - row.num_prompt, by, most)));
     const parts = Object.entries(row.details ?? {}).map(([name, value]) => `${name} ${typeof value === "number" ? number(value, 3) : JSON.stringify(value)}`);
     about.textContent = printable([`ended by ${row.finish}`, `newest version ${newest}`, row.num_left_out ? `${number(row.num_left_out)} more tokens are not shown` : null, ...parts].filter(Boolean).join(" · "));

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -177,6 +178,29 @@ async def test_a_hostile_sample_is_cut_in_the_list_and_whole_beside_it(tmp_path:
         (row,) = (await demo.of("/samples", failed="true"))["rows"]
         assert row["line"]["response"].startswith(HOSTILE[:2000]) and len(row["line"]["response"]) < 2100
         assert (await demo.of("/group", row=row["row"]))["sample"]["line"]["response"] == HOSTILE
+
+
+async def test_what_no_run_writes_is_left_out_and_a_directory_that_goes_leaves_the_others(tmp_path: Path) -> None:
+    run, other = a_run(tmp_path, steps=2), a_run(tmp_path, "other", steps=2)
+    (run / "samples" / "step_000009.jsonl").mkdir()
+    with (run / "samples" / "step_000001.jsonl").open("ab") as file:
+        file.write(
+            b'{"group": 7, "sample": 1e12, "details": ' + b"[" * 900 + b"]" * 900 + b', "response": "in the deep"}\n'
+        )
+    lines(run / "samples" / "step_99999999999.jsonl", [sample(8)])
+    lines(run / "metrics.jsonl", [of_step(2) | {"step": "x"}, {"evaluation": 3}, of_step(2)])
+    lines(run / "events.jsonl", [{"kind": {}, "group": "a"}])
+    async with page(run, other) as demo:
+        (found,) = (await demo.of("/samples", search="in the deep"))["rows"]
+        assert (
+            str(found["line"]["details"]).strip("[]'") == "…" and (await demo.of("/group", row=found["row"]))["sample"]
+        )
+        assert (await demo.of("/samples", search="deep", least=100))["rows"] == []
+        assert (await demo.of("/health"))["groups"][0]["name"] == "actor-0"
+        shutil.rmtree(other)
+        told, gone = (await demo.ask("/api/runs"))[1]
+        assert (told["num_done"], told["state"], gone["id"], gone["state"]) == (3, "done", "other", "unreadable")
+        assert "config.resolved.json must be whole JSON, got No such file" in gone["words"]
 
 
 async def test_media_are_given_as_what_they_are_and_what_could_hurt_a_page_is_not(tmp_path: Path) -> None:
