@@ -229,8 +229,8 @@ class Run:
 
     def live(self) -> dict[str, Any]:
         """What the admin endpoint says, by the names of its routes; "error" where it does not answer, empty for a run that is
-        over. Not older than a second, or than the answer took, and asked once at a time: for a leader that stands still a page waits
-        half of its time at most."""
+        over. Not older than a second, or than the answer took, and asked once at a time: for a leader that stands still a page
+        waits half of its time at most."""
         with self._lock:
             now = time.monotonic()
             if now - self._asked_at < _FRESH_S:
