@@ -99,6 +99,26 @@ def open_r1(folder: Path, num_rows: int) -> dict[str, str]:
     return {"data.path": str(path)}
 
 
+def deepeyes(folder: Path, num_rows: int) -> dict[str, str]:
+    """ChenShawn/DeepEyes-Datasets-47k, the part of V*: parquet of a chat, its pictures, and what is right; of a digit."""
+    import pyarrow
+    import pyarrow.parquet
+
+    system, rows = "You may call image_zoom_in_tool with bbox_2d and label.", []
+    for number, (picture, digit) in enumerate(media("image", num_rows)):
+        prompt = [{"role": "system", "content": system}, {"role": "user", "content": f"<image>\n{SEEN}"}]
+        rows.append(
+            {
+                "prompt": prompt, "images": [{"bytes": picture, "path": None}], "data_source": "vstar", "ability": "vl_chart",
+                "reward_model": {"ground_truth": str(digit), "style": "model"}, "env_name": "visual_toolbox_v2",
+                "extra_info": {"answer": str(digit), "question": SEEN, "index": str(number), "split": "train"},
+            }
+        )  # fmt: skip
+    path = folder / "data_0.1.2_visual_toolbox_v2.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=64)
+    return {"data.path": str(path)}
+
+
 def avqa(folder: Path, num_rows: int, num_held_out: int, *, picture: bool = True) -> dict[str, str]:
     """harryhsing/AVQA-R1-6K, unpacked: two lists in JSON, and the files that they name beside them. Without `picture` the rows
     have sounds alone."""

@@ -1,4 +1,4 @@
-"""Digits as pictures, speech and video: the data of omni_digits.py and video_digits.py. Not a config.
+"""Digits as pictures, speech and video: the data of omni_digits.py, video_digits.py and zoom_digits.py. Not a config.
 
 With the environment variable DIGITS=FOLDER the digits are real: handwritten ones from FOLDER/mnist/mnist.parquet and spoken ones
 from FOLDER/fsdd/fsdd.parquet, Hugging Face files with the columns image or audio, and label. Without it they are drawn, and
@@ -37,7 +37,7 @@ def rows(modality: str, *, held_out: bool, num_rows: int) -> list[dict[str, Any]
             (first, a), (second, b) = (draw.choice(_moving(held_out)) for _ in range(2))
             parts = [{"type": "video", "video": first + second}]
         else:
-            drawn = [draw.choice(_written() if kind == "text" else _media(kind, held_out)) for kind in kinds]
+            drawn = [draw.choice(_written() if kind == "text" else media(kind, held_out)) for kind in kinds]
             parts = [{"type": kind, kind: medium} for kind, (medium, _) in zip(kinds, drawn, strict=True)]
             a, b = (digit for _, digit in drawn)
         prompt = [{"role": "user", "content": [*parts, {"type": "text", "text": "sum?"}]}]
@@ -68,7 +68,7 @@ def _written() -> list[Medium]:
 
 
 @functools.cache
-def _media(kind: str, held_out: bool) -> list[Medium]:
+def media(kind: str, held_out: bool) -> list[Medium]:
     """Every picture or sound of one part."""
     return [medium for n, medium in enumerate(_all_media(kind)) if (n % _HELD_OUT_PART == 0) == held_out]
 
@@ -100,7 +100,7 @@ def _moving(held_out: bool) -> list[Medium]:
 
     draw = random.Random("moving")
     made = []
-    for picture, digit in _media("image", held_out):
+    for picture, digit in media("image", held_out):
         frame = Image.open(io.BytesIO(picture)).convert("L")
         made.append(([picture, _png(ImageChops.offset(frame, draw.randint(-3, 3), draw.randint(-3, 3)))], digit))
     return made

@@ -121,6 +121,8 @@ RUN_HERE = {
         "rollout.samples_per_prompt=2",
         "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
     ),
+    "rondo train examples/zoom_digits.py": (*_SHORT, _TWO_GROUPS),
+    "rondo train examples/memory_agent.py": (*_SHORT, _TWO_GROUPS),
     "rondo train examples/video_digits.py": (*_SHORT, "groups.1.processes=2"),  # on policy, on two ranks
 }
 SCRIPTS = {
@@ -240,6 +242,7 @@ BY_HAND = {
     "rondo bench chaos",
     "rondo bench curriculum",
     "rondo bench distill",
+    "rondo bench examples",
     "rondo bench faults",
     "rondo bench fit",
     "rondo bench generation",
@@ -320,6 +323,7 @@ SELDOM = {
     "dpo",
     "external_agent",
     "gsm8k_arithmetic",
+    "memory_agent",
     "moe_r3",
     "omni_digits",
     "on_policy_distillation",
@@ -329,6 +333,7 @@ SELDOM = {
     "self_play",
     "sft",
     "video_digits",
+    "zoom_digits",
 }
 """Examples that run with RONDO_TEST_LONG=1 alone: tests/e2e/ trains on every kind of media, replays routes, and
 learns from teachers; tests/roles/sampling/ runs the agent and the game of their examples; tests/roles/test_reward_model.py asks a

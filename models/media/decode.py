@@ -117,9 +117,7 @@ def video(
     """
     if isinstance(source, list):
         return _from_frames(source, config, name, fit)
-    with _open(source, name) as container:
-        if not container.streams.video:
-            raise MediaError(f"{name} must hold pictures, got a file without a video track. Correct or remove the row")
+    with _video_track(source, name) as container:
         found = _times(container, config, name)
     with _open(source, name) as container:
         stream = container.streams.video[0]
@@ -131,6 +129,29 @@ def video(
             if container.streams.audio:
                 sound = _sound(container, config, name)
     return Video(frames, tuple((times - times[0]).tolist()), _spacing(times, config), sound)
+
+
+def frame(source: bytes | list[bytes], at_s: float, config: MediaConfig, name: str) -> Image:
+    """The frame of a video nearest to `at_s` seconds from its start, RGB, in full size; a list of images shows `fps` of them a
+    second. ValueError for a time that it does not have; MediaError as `video`."""
+    from PIL import Image as pillow
+
+    def check(length_s: float) -> None:
+        if not 0 <= at_s <= length_s:
+            raise ValueError(f"at_s must be from 0 to {length_s:.2f}, got {at_s}")
+
+    if isinstance(source, list):
+        check(len(source) / config.fps)
+        number = min(int(at_s * config.fps), len(source) - 1)
+        return image(source[number], config, f"frame {number} of {name}")
+    with _video_track(source, name) as container:
+        found = _times(container, config, name)
+    check(found.end_s - found.start_s + found.frame_s)
+    time_s = min(found.start_s + at_s, found.end_s)
+    with _video_track(source, name) as container:
+        stream = container.streams.video[0]
+        container.seek(int(time_s / stream.time_base), stream=stream)  # to the last frame before it that needs no other
+        return pillow.fromarray(_nearest(container, stream, np.array([time_s]), found, config, name, None)[0])
 
 
 @contextmanager
@@ -174,6 +195,14 @@ def _open(data: bytes, name: str) -> Iterator[Any]:
         raise MediaError(
             f"{name} must be sound or video that can be read, got {_reason(error)}. Correct or remove the row"
         ) from error
+
+
+@contextmanager
+def _video_track(data: bytes, name: str) -> Iterator[Any]:
+    with _open(data, name) as container:
+        if not container.streams.video:
+            raise MediaError(f"{name} must hold pictures, got a file without a video track. Correct or remove the row")
+        yield container
 
 
 def _check_whole(data: bytes, name: str) -> None:

@@ -18,6 +18,8 @@ MEDIA = (
 )  # fmt: skip
 
 CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ (tool.function or tool).name }} {% endfor %}<tool_call>"
+    "<|im_end|>\n{% endif %}"
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}{{ message.content }}"
     "{% else %}{% for part in message.content %}{% if part.type == 'text' %}{{ part.text }}"
     "{% elif part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -25,7 +27,7 @@ CHAT_TEMPLATE = (
     "{% elif part.type == 'audio' %}<|audio_start|><|audio_pad|><|audio_end|>{% endif %}{% endfor %}{% endif %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""That of the Qwen3 families, without tools and thinking; content is text, or a list of parts."""
+"""That of the Qwen3 families, without thinking, and of tools with their names alone; content is text, or a list of parts."""
 
 _NAMES = {
     "image_token": "<|image_pad|>", "audio_token": "<|audio_pad|>", "video_token": "<|video_pad|>",

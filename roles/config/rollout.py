@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from rondo.roles.config.data import NewTokens, TopK, TopP
 from rondo.roles.engines import ranges
-from rondo.roles.sampling import code_tools
+from rondo.roles.sampling import code_tools, media_tools
 from rondo.runtime.config import unguarded
 from rondo.runtime.section import FunctionRef, Section, may_hold_secret
 
@@ -153,7 +153,8 @@ SINGLE_TURN = "rondo.roles.sampling.single_turn:single_turn"
 
 
 def _by_name(tool: object) -> object:
-    return f"{code_tools.__name__}:{tool}" if tool in code_tools.NAMES else tool
+    homes = [home.__name__ for home in (code_tools, media_tools) if tool in home.NAMES]
+    return f"{homes[0]}:{tool}" if homes else tool
 
 
 def _game(factory: object) -> object:
@@ -202,7 +203,8 @@ class EnvironmentConfig(Section):
     "textarena" plays the games that rows of 'textarena:NAME' say."""
     tools: tuple[Annotated[FunctionRef, BeforeValidator(_by_name)], ...] = ()
     """Functions with type hints and docstrings that the policy may call: plain ones run in killable processes, async ones in the
-    rollout process, each call by itself. "python" and "shell" run what it wrote in the sandbox."""
+    rollout process, each call by itself. "python" and "shell" run what it wrote in the sandbox; "zoom", "listen" and "seek" show
+    parts of the media of the question, and "python_with_media" runs programs on them."""
     mcp: dict[str, McpConfig] = Field(default_factory=dict)
     """MCP servers by names of yours, whose tools are among these; each rollout process has its own connection."""
     num_workers: int = Field(2, ge=1)

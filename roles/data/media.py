@@ -168,6 +168,11 @@ def open_processor(
     return prepare
 
 
+def originals_of(row: Row, data: DataConfig, config: MediaConfig | None) -> Sequence[MediaRef]:
+    """The media of a row, as they can be read again; none in a run without media."""
+    return located(row.media, data.of(row.source), config) if row.media and config is not None else ()
+
+
 def located(refs: Sequence[MediaRef], data: DataConfig, config: MediaConfig) -> list[MediaRef]:
     """The same media, with relative paths from the folder of the data files, unless `media.root` says where they start."""
     folder = folder_of(data) if config.root is None else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 
-from rondo.runtime.sandbox.sandbox import sandbox
+from rondo.runtime.sandbox.sandbox import Ran, sandbox
 
 NAMES = ("python", "shell")
 _TOLD = 8192
@@ -21,7 +21,7 @@ def python(code: str) -> str:
     Args:
         code: the program
     """
-    return _ran({"main.py": code.encode(errors="replace")}, ["python", "main.py"])
+    return told(ran({"main.py": code.encode(errors="replace")}, ["python", "main.py"]))
 
 
 def shell(command: str) -> str:
@@ -30,16 +30,20 @@ def shell(command: str) -> str:
     Args:
         command: the command
     """
-    return _ran({"main.sh": command.encode(errors="replace")}, ["sh", "main.sh"])
+    return told(ran({"main.sh": command.encode(errors="replace")}, ["sh", "main.sh"]))
 
 
-def _ran(files: dict[str, bytes], command: list[str]) -> str:
-    ran = asyncio.run(sandbox().run(files, command))
+def ran(files: dict[str, bytes], command: list[str]) -> Ran:
+    return asyncio.run(sandbox().run(files, command))
+
+
+def told(ran: Ran) -> str:
+    """What the policy is told of it."""
     ended = f"exit code {ran.exit}" if ran.exit else ""
     if ran.why is not None:
         ended = f"ended for its {ran.why}"
-    told = ended and f"Error: {ended}"
-    return "\n".join(each for each in (_short(ran.output.rstrip()), _short(ran.errors.rstrip()), told) if each)
+    end = ended and f"Error: {ended}"
+    return "\n".join(each for each in (_short(ran.output.rstrip()), _short(ran.errors.rstrip()), end) if each)
 
 
 def _short(text: str) -> str:

@@ -44,6 +44,7 @@ from rondo.roles.rewards.function import UserFunction
 from rondo.roles.sampling import tools
 from rondo.roles.sampling.episode import Episode, Turn
 from rondo.roles.sampling.mcp_servers import McpServers
+from rondo.roles.sampling.media_tools import takes_media
 from rondo.roles.sampling.tools import SETTING, Answer, Call
 from rondo.roles.sampling.workflow import Client, Context, Workflow
 from rondo.runtime.errors import DeadlineExceeded
@@ -104,11 +105,12 @@ class Environments:
         return self
 
     async def __aenter__(self) -> Environments:
-        settings = self._settings
+        settings, media = self._settings, self._config.media
         plain = {name: each for name, (tool, each) in self._tools.items() if not inspect.iscoroutinefunction(tool)}
         self._plain = UserFunction(
-            "rondo.roles.sampling.tools:open_tools", {"tools": plain}, work="tool", source=f"{SETTING}.tools",
-            num_workers=settings.num_workers, deadline_s=settings.deadline_s, load_deadline_s=self._load_deadline_s,
+            "rondo.roles.sampling.tools:open_tools", {"tools": plain, "limits": media and media.limits()}, work="tool",
+            source=f"{SETTING}.tools", num_workers=settings.num_workers, deadline_s=settings.deadline_s,
+            load_deadline_s=self._load_deadline_s,
         )  # fmt: skip
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(self._servers)
@@ -221,7 +223,10 @@ class Environments:
                 return Answer(f"Error: {error}", failed=True)
         began = time.monotonic()
         with context.elsewhere():
-            [outcome] = await self._plain.run([encode([call.name, arguments])])
+            item: list[Any] = [call.name, arguments]
+            if takes_media(tool):
+                item.append([[ref.kind, ref.source] for ref in context.originals])
+            [outcome] = await self._plain.run([encode(item)])
         answer = Answer(f"Error: {outcome.brief}", True) if outcome.error else Answer(*outcome.value)
         errors = answer.failed and not outcome.timed_out
         self._count(whose, time.monotonic() - began, errors=errors, timeouts=outcome.timed_out)

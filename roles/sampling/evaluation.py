@@ -34,7 +34,7 @@ from rondo.models.media.refs import MediaRef
 from rondo.roles.config import DataConfig, EvalSet, JobConfig
 from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row, RowError, Rows
-from rondo.roles.data.media import located
+from rondo.roles.data.media import originals_of
 from rondo.roles.data.row_filters import Filtered
 from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.engines.stops import Stops, whole_sample
@@ -235,12 +235,11 @@ class Evaluator:
         chat = Chat.of(self.tokenizer, row, data)
         limits = limits_of(self.config, most)
         look = None if self.behind is None else functools.partial(self.behind, data)
+        refs = originals_of(row, data, self.config.media)
         context = functools.partial(
-            Context, row, prompt, media, self.tokenizer, every, limits, chat=chat, look=look, evaluates=True
-        )
+            Context, row, prompt, media, self.tokenizer, every, limits, chat=chat, look=look, originals=refs, evaluates=True,
+        )  # fmt: skip
         made = await self._made(engine, row, context, functools.partial(request, prompt, media))
-        seen = self.config.media
-        refs = () if seen is None else located(row.media, data.of(row.source), seen)
         return made, await scored(rewards or self.rewards, self.tokenizer, row, made, most, refs)
 
     async def _made(

@@ -33,7 +33,7 @@ from rondo.roles.config import DataConfig
 from rondo.roles.data.chat import Chat
 from rondo.roles.data.cursor import Order
 from rondo.roles.data.datasets import Row, RowError, Rows
-from rondo.roles.data.media import MediaPool, located
+from rondo.roles.data.media import MediaPool, originals_of
 from rondo.roles.data.prompts import render_prompt, without_media_section
 from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
 from rondo.roles.engines.stops import Stops, whole_sample
@@ -128,6 +128,7 @@ class PromptGroups:
             row, prompt, media, self.tokenizer, every - ended.keys(), limits_of(config, params.max_new_tokens),
             chat=Chat.of(self.tokenizer, row, config.data),
             look=None if self.media is None else functools.partial(self.media.behind, config.data),
+            originals=originals_of(row, config.data, config.media),
             progress=functools.partial(self.progress.further, key),
             elsewhere=functools.partial(self.progress.elsewhere, key),
         )  # fmt: skip
@@ -240,8 +241,7 @@ class PromptGroups:
         slowest_s = 2 * config.reward.deadline_s * config.rollout.samples_per_prompt + self.ctx.load_s
         slowest_s += config.judged_s
         with self.ctx.work("reward", slowest_s):
-            seen = config.media if row.media else None
-            refs = () if seen is None else located(row.media, config.data.of(row.source), seen)
+            refs = originals_of(row, config.data, config.media)
             results = await scored(self.rewards, self.tokenizer, row, made, most, refs)
         return [self._sample(each, result, most) for each, result in zip(made, results, strict=True)]
 

@@ -23,7 +23,7 @@ import orjson
 
 from rondo.roles.data.media_rows import PARTS
 from rondo.roles.rewards.worker import Opened
-from rondo.roles.sampling import mcp_servers
+from rondo.roles.sampling import mcp_servers, media_tools
 from rondo.roles.serve.calls import Call, call_reader
 from rondo.roles.serve.output import OutputReader
 from rondo.runtime.errors import ConfigError
@@ -229,14 +229,16 @@ def _encodable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def open_tools(tools: Mapping[str, str]) -> Opened:
-    """Those with these names and references, as a process calls them: an item is [name, keywords], what comes of it an
-    `Answer`."""
+def open_tools(tools: Mapping[str, str], limits: dict[str, Any] | None = None) -> Opened:
+    """Those with these names and references, as a process calls them: an item is [name, keywords, media of the question, within
+    these `limits`, for a tool that takes them], what comes of it an `Answer`."""
     loaded = {name: load_reference(each, f"{SETTING}.tools") for name, each in tools.items()}
 
     def call(item: list[Any]) -> Answer:
-        name, arguments = item
+        name, arguments, *media = item
         try:
+            for refs in media:
+                media_tools.give(refs, limits)
             return answered(loaded[name](**arguments))
         except Exception as error:  # noqa: BLE001 - the policy is told of it
             return failed(error)

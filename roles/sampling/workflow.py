@@ -39,7 +39,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import inspect
-from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -47,6 +47,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rondo.models.media.inputs import MediaInputs
+from rondo.models.media.refs import MediaRef
 from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.engines.engine import Request
@@ -101,6 +102,7 @@ class Context:
         *,
         chat: Chat | None = None,
         look: Look | None = None,
+        originals: Sequence[MediaRef] = (),
         evaluates: bool = False,
         progress: Callable[[], None] = lambda: None,
         elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -116,6 +118,8 @@ class Context:
         """The conversation that the prompt is, None of plain text."""
         self.look = look
         """How media are read that are said behind the prompt; None in a run of text."""
+        self.originals = originals
+        """The row's media, as they can be read again."""
         self.evaluates = evaluates
         """Whether these samples are for an evaluation."""
         self.progress = progress

@@ -43,6 +43,8 @@ MODELS: dict[str, tuple[Make, str, str]] = {
     "avqa_qwen3_omni_30b_lora": (full_size.qwen3_omni_30b, "avqa", "31,719,205,488"),
     "nextqa_qwen3_omni_30b": (full_size.qwen3_omni_30b, "nextqa", "31,719,205,488"),
     "nextqa_qwen3_omni_30b_lora": (full_size.qwen3_omni_30b, "nextqa", "31,719,205,488"),
+    "deepeyes_qwen3_vl_30b_a3b_lora": (full_size.qwen3_vl_30b_a3b, "deepeyes", "31,070,754,032"),
+    "deepeyes_code_qwen3_vl_30b_a3b_lora": (full_size.qwen3_vl_30b_a3b, "open_r1", "31,070,754,032"),
 }
 """Name of the example -> (its model, kind of rows, the model's parameters)."""
 PLACES = {
@@ -66,6 +68,8 @@ PLACES = {
     "avqa_qwen3_omni_30b_lora": ["rollout 1, actor 4, advantages 1, on 8 of 8"],
     "nextqa_qwen3_omni_30b": ["rollout 1, advantages 1, on 8 of 8", "actor 8, on 8 of 8"],
     "nextqa_qwen3_omni_30b_lora": ["rollout 1, actor 4, advantages 1, on 8 of 8"],
+    "deepeyes_qwen3_vl_30b_a3b_lora": ["rollout 1, actor 4, advantages 1, on 8 of 8"],
+    "deepeyes_code_qwen3_vl_30b_a3b_lora": ["rollout 1, actor 4, advantages 1, on 8 of 8"],
 }
 QUICK = {"qwen3_8b_text"}
 """Checked as a whole by every run of the tests, which takes some seconds each; memory of a tower is traced for more."""
@@ -87,7 +91,7 @@ def rows(folder: Path, kind: str) -> dict[str, str]:
             return recipe_rows.dapo(folder, NUM_ROWS) | recipe_rows.aime(folder, 30)
         case "avqa":
             return recipe_rows.avqa(folder, NUM_ROWS, 256)
-        case "open_r1" | "nextqa":
+        case "open_r1" | "nextqa" | "deepeyes":
             found: dict[str, str] = getattr(recipe_rows, kind)(folder, NUM_ROWS)
             return found
     return {"data.path": str(full_size.rows(folder, kind, NUM_ROWS))}

@@ -91,7 +91,12 @@ class Played:
 
 
 async def played(
-    config: JobConfig, *turns: str, samples: int = 1, elsewhere: Any = nullcontext, look: Any = None
+    config: JobConfig,
+    *turns: str,
+    samples: int = 1,
+    elsewhere: Any = nullcontext,
+    look: Any = None,
+    originals: Sequence[MediaRef] = (),
 ) -> Played:
     config, prompts, said = with_tools(config), list[str](), dict[str, int]()
     prompt = render_prompt(TOKENIZER, ROW, config.data, 2048)
@@ -106,6 +111,7 @@ async def played(
         chat=Chat.of(TOKENIZER, ROW, config.data),
         elsewhere=elsewhere,
         look=look,
+        originals=originals,
     )
 
     async def ask(request: Request) -> Completion:
@@ -610,8 +616,9 @@ def test_settings_that_no_run_could_follow_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=error):
             with_tools(job(**options))
+    (toolless := build_tokenizer()).chat_template = "{{ messages[0].content }}"
     with pytest.raises(ConfigError, match="must come without tools for a chat template that does not show how"):
-        Environments(job(tools=[add]), load_deadline_s=1).workflow(build_tokenizer())
+        Environments(job(tools=[add]), load_deadline_s=1).workflow(toolless)
     evaluated = job(tools=[add]).model_dump() | {"evaluation": {"data": job(tools=[add]).data.model_dump()}}
     told = with_tools(JobConfig.model_validate(evaluated))
     assert told.evaluation is not None and told.evaluation.data is not None
