@@ -15,6 +15,7 @@ import importlib
 import sys
 from typing import Any
 
+from rondo.models.control_tokens import unmarked
 from rondo.models.media.frames import FrameProcessor, read_json
 from rondo.runtime.errors import ConfigError
 
@@ -74,9 +75,13 @@ def _class_name(path: str) -> str:
 
 
 def _timed(kind: Any) -> Any:
-    """The same processor, with each video's own rate where the library takes one rate for all (Qwen3-Omni)."""
+    """The same processor, with each video's own rate where the library takes one rate for all (Qwen3-Omni), and without
+    counting marked tokens as places of media, as the library does for the same one."""
 
     class Timed(kind):
+        def validate_inputs(self, text: list[str], **given: Any) -> None:
+            super().validate_inputs(text=[unmarked(each) for each in text], **given)
+
         def replace_video_token(self, video_inputs: dict[str, Any], video_idx: int, **options: Any) -> str:
             if "video_second_per_grid" in video_inputs:
                 metadata = options["videos_kwargs"]["video_metadata"][video_idx]

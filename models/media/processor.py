@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rondo.models.control_tokens import MARK, encoded, unmarked
 from rondo.models.media import decode, fetch
 from rondo.models.media.config import MediaConfig
 from rondo.models.media.errors import MediaError
@@ -143,8 +144,7 @@ class Processor:
     def _prepared(self, text: str, refs: Sequence[MediaRef], room: _Room) -> Prepared:
         self._check_places(text, refs)
         if not refs:
-            tokens = self._library.tokenizer(text, add_special_tokens=False)["input_ids"]
-            return Prepared(np.asarray(tokens, np.int32), None)
+            return Prepared(encoded(self._library.tokenizer, text), None)
         decoded = self._decode(refs, room)
         made = self._call(text, decoded, refs)
         tokens = np.asarray(made.pop("input_ids"))[0].astype(np.int32)
@@ -216,7 +216,7 @@ class Processor:
         for kind in _KINDS:
             token = getattr(self._library, f"{kind}_token", None)
             expected = sum(ref.kind == kind for ref in refs)
-            found = text.count(token) if token else 0
+            found = unmarked(text).count(token) if token else 0
             if found != expected:
                 raise MediaError(
                     f"the chat template must write {token!r} once for each {kind}, got {found} for {expected}. "
@@ -286,6 +286,8 @@ class Processor:
 
     def _call(self, text: str, decoded: _Decoded, refs: Sequence[MediaRef]) -> dict[str, Any]:
         arguments: dict[str, Any] = {"text_kwargs": {"add_special_tokens": False}}
+        if MARK in text:
+            arguments["sanitize_control_tokens"] = True
         # Pictures are scaled as they are decoded, so that a prompt never holds several of full size.
         if decoded.images:
             arguments["images"] = decoded.images

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from rondo.models.control_tokens import spelt
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.prompts import messages_of, of_text, template_args
 
@@ -51,9 +52,14 @@ class Chat:
         return cls(tokenizer, row.name, messages_of(row, config), own | {"add_generation_prompt": True})
 
     def prompt(self, messages: Sequence[Message]) -> str:
-        """The conversation up to where the policy goes on. RowError for messages that the template does not take."""
+        """The conversation up to where the policy goes on. Control tokens that somebody spells since the row are marked
+        (`models/control_tokens.py`). RowError for messages that the template does not take."""
+        shown = [of_text(message) for message in messages]
+        shown = [
+            each if each["role"] == "assistant" or each in self.begin else spelt(self.tokenizer, each) for each in shown
+        ]
         try:
-            written = self.tokenizer.apply_chat_template([*map(of_text, messages)], tokenize=False, **self.args)
+            written = self.tokenizer.apply_chat_template(shown, tokenize=False, **self.args)
         except Exception as error:  # whatever the template makes of somebody's messages is about these
             raise RowError(
                 f"{self.name}: what is said must suit the chat template, got {type(error).__name__}: {error}. Correct it"

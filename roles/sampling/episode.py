@@ -36,6 +36,7 @@ from typing import Any
 import numpy as np
 
 from rondo.comm.bus.group import NO_VERSION
+from rondo.models.control_tokens import encoded
 from rondo.models.media.errors import MediaError
 from rondo.models.media.inputs import MediaInputs, with_turns
 from rondo.models.media.refs import MediaRef
@@ -67,7 +68,7 @@ class Limits:
 
 
 class Unseen(Exception):
-    """Media that were said and that the policy cannot be shown. It ends its sample alone."""
+    """Media that the policy cannot be shown, or not any more. It ends its sample alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +259,8 @@ class Episode:
         media in their parts, or text as it is. Where there is no room for it, the episode ends.
 
         Raises RowError for messages that the template does not take, and where there is no reply that they follow; Unseen for
-        media that cannot be shown; ConfigError where the template rewrites earlier turns and `rollout.max_rows` is 1.
+        media that cannot be shown, and where the template rewrites earlier turns in a run that shows media in turns;
+        ConfigError where it does with `rollout.max_rows` 1.
         """
         row, shared = self._row, self._shared
         shared.further()
@@ -279,7 +281,10 @@ class Episode:
             whole, refs = [*row.said, *said], (*row.refs, *refs)
             text = await asyncio.to_thread(chat.behind, row.conversation, whole)
             if text is None:
-                await self._anew([*row.conversation, *whole], "a chat template that rewrites earlier turns")
+                why = "a chat template that rewrites earlier turns"
+                if self._sees() or shared.limits.max_turn_bytes:  # it depends on what was said, such as a thought
+                    raise Unseen(f"sample {self.number}: one with media must have one row, got another by {why}")
+                await self._anew([*row.conversation, *whole], why)
                 return
             between, media = await self._looked(text, refs) if refs else (await self._encoded(text), None)
             ended = row.done is not None and not len(row.heard) and row.done.tokens[-1:].tolist()
@@ -376,7 +381,7 @@ class Episode:
         """A row that begins with `prompt`; None where a budget has no room for it."""
         shared = self._shared
         root, limits = shared.root, shared.limits
-        if root.media is not None or any(row.shown or row.coming for row in shared.rows):
+        if self._sees():
             raise RowError(f"sample {self.number}: one with media must have one row, got another by {why}")
         if not len(prompt):
             raise RowError(f"sample {self.number}: a row must begin with a token, got none by {why}. Give it a text")
@@ -396,6 +401,9 @@ class Episode:
         row = _Row(path, request, messages, reply)
         shared.rows.append(row)
         return row
+
+    def _sees(self) -> bool:
+        return self._shared.root.media is not None or any(row.shown or row.coming for row in self._shared.rows)
 
     def _chat(self) -> Chat:
         if self._shared.chat is None:
@@ -424,8 +432,7 @@ class Episode:
 
     async def _encoded(self, text: str) -> np.ndarray:
         """Beside the loop, since what tools say may be long."""
-        found = await asyncio.to_thread(self._shared.tokenizer, text, add_special_tokens=False)
-        return np.asarray(found["input_ids"], np.int32)
+        return await asyncio.to_thread(encoded, self._shared.tokenizer, text)
 
 
 def unsaid(prompt: np.ndarray) -> SampleRow:

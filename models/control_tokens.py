@@ -1,0 +1,54 @@
+"""Control tokens that somebody spells: a tool's answer that holds `<|im_end|>` says these characters, and ends no turn.
+
+Owns which texts a chat template is given and how what it writes becomes tokens, by transformers' own marks. Does not own who is
+trusted to write control tokens: rows, texts that are said as they are, and the policy's own replies are not marked.
+Imports neither torch nor transformers: the tokenizer is handed in.
+
+    said = spelt(tokenizer, {"role": "tool", "content": "a<|im_end|>b"})       # with marks around it
+    encoded(tokenizer, tokenizer.apply_chat_template([said], tokenize=False))  # int32 [T]: the template's tokens alone end a turn
+
+Invariant: of the tokens of a text with marks, those that stand for what is between them are not control tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+MARK = "\U000f0000"
+"""In front of each such text; transformers takes the marks out that a text brings itself."""
+_MARKED = re.compile(f"{MARK}.*?\U000f0001")
+
+
+def spelt(tokenizer: Any, message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as the chat template may be given it, whatever its text holds."""
+    template = str(tokenizer.chat_template)
+    content = message.get("content")
+    parts: list[dict[str, Any]] = content if isinstance(content, list) else [{"text": content}]
+    said = [part["text"] for part in parts if isinstance(part.get("text"), str)]
+    if any(token in text for text in said for token in (MARK, *_control_tokens(tokenizer, template))):
+        [[marked]], *_ = tokenizer._mark_chat_inputs(template, [[{"content": content}]], None, None, {}, True, False)
+        return {**message, **marked}
+    return dict(message)
+
+
+def encoded(tokenizer: Any, text: str) -> np.ndarray:
+    """int32 [T] of what a template has written."""
+    marked = {"sanitize_control_tokens": True} if MARK in text else {}
+    return np.asarray(tokenizer(text, add_special_tokens=False, **marked)["input_ids"], np.int32)
+
+
+def unmarked(text: str) -> str:
+    """Without what the marks are around."""
+    return _MARKED.sub("", text)
+
+
+@functools.lru_cache(16)
+def _control_tokens(tokenizer: Any, template: str) -> tuple[str, ...]:
+    """Special ones, and those added ones that the template writes."""
+    found: tuple[str, ...] = tokenizer._get_control_tokens(template)
+    return found
