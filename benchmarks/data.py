@@ -4,11 +4,11 @@
 
 Files are made once in `--folder`, in shards: JSONL, and parquet in groups of 1,000, 10,000 and 1,000,000 rows; and in one file
 (`one`). Each figure is of a process of its own: the first start, which makes the indexes of JSONL, and a later one, from opening
-to the first row, with the load before it; processor time of a row, read in the shuffled order (`w4`: by windows of four groups);
-memory that is the process's own (RssAnon), before opening, after, and after all reads. For `resume` a process prints each row
-that it takes, is killed by SIGKILL in the middle, and another goes on from its position: rows must be those of one that was left
-alone; and so for a whole `run`, all of whose processes are killed. Files lie in the page cache as they do. What was found lies in
-the folder too: what was stopped goes on. The last line is JSON.
+to the first row, with its processor time and the load before it; processor time of a row, read in the shuffled order (`w4`: by
+windows of four groups); memory that is the process's own (RssAnon), before opening, after, and after all reads. For `resume` a
+process prints each row that it takes, is killed by SIGKILL in the middle, and another goes on from its position: rows must be
+those of one that was left alone; and so for a whole `run`, all of whose processes are killed. Files lie in the page cache as they
+do. What was found lies in the folder too: what was stopped goes on. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -79,6 +79,18 @@ def make(folder: Path, num_rows: int, group: int | None, shards: int = _SHARDS) 
         whole.replace(path)
 
 
+def joined(shards: Path, folder: Path) -> None:
+    """All JSONL of a folder in one file."""
+    whole = folder / "0.jsonl"
+    if not whole.exists():
+        folder.mkdir(exist_ok=True)
+        with whole.with_suffix(".part").open("wb") as file:
+            for path in sorted(shards.iterdir()):
+                with path.open("rb") as shard:
+                    shutil.copyfileobj(shard, file, 1 << 20)
+        whole.with_suffix(".part").replace(whole)
+
+
 def own_bytes() -> int:
     found = Path("/proc/self/status").read_text(encoding="utf-8").partition("RssAnon:")[2].split()[0]
     return int(found) * 1024
@@ -88,19 +100,20 @@ def look(folder: Path, windows: int | None, seconds: float) -> dict[str, float]:
     """Opens a data set in this process and reads rows for so long."""
     with contextlib.suppress(ImportError):  # what any reader of parquet loads is no part of the data
         import pyarrow.parquet  # noqa: F401
-    before, begun = own_bytes(), time.perf_counter()
+    before, begun, used = own_bytes(), time.perf_counter(), time.process_time()
     config = DataConfig(path=str(folder), prompt="question", label="answer", shuffle_groups=windows)
     data = open_dataset(config)
     order = Order(len(data), SEED, windows=windows_of(config, data))
     data.row(order.locate(0).row)
-    start_s, opened = time.perf_counter() - begun, own_bytes()
+    start_s, start_cpu_s, opened = time.perf_counter() - begun, time.process_time() - used, own_bytes()
     begun, used, read = time.perf_counter(), time.process_time(), 0
     while time.perf_counter() - begun < seconds:
         data.row(order.locate(read).row)
         read += 1
     ms = (time.process_time() - used) * 1e3 / read
     memory = {"before_mb": before / 1e6, "opened_mb": opened / 1e6, "read_mb": own_bytes() / 1e6}
-    return {"rows": len(data), "start_s": start_s, "ms_a_row": ms, "rows_read": read} | memory
+    told = {"rows": len(data), "start_s": start_s, "start_cpu_s": start_cpu_s, "ms_a_row": ms, "rows_read": read}
+    return told | memory
 
 
 def take(folder: Path, first: int, count: int) -> None:
@@ -204,8 +217,8 @@ def main() -> None:
     figures["jsonl"] = found("jsonl", elsewhere, jsonl, None, seconds)
     figures["index_bytes"] = sum(path.stat().st_size for path in cache.rglob("*.index"))
     figures["jsonl_bytes"] = sum(path.stat().st_size for path in jsonl.iterdir())
-    make(top / "jsonl_one", num_rows, None, shards=1)
-    figures["jsonl_one_first"] = found("jsonl_one_first", first, top / "jsonl_one")
+    joined(jsonl, top / "jsonl_one")
+    figures["jsonl_one_first"] = found("jsonl_one_first", first_start, top / "jsonl_one")
     figures["jsonl_one"] = found("jsonl_one", elsewhere, top / "jsonl_one", None, seconds)
     make(top / "parquet_one", num_rows, 1_000, shards=1)
     windows = None if options.quick else 4

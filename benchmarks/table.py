@@ -516,7 +516,8 @@ def data(f: Figures) -> Iterator[Row]:
     def told(name: str) -> str:
         of = f[name]
         held = " and ".join(f"{of[at] - of['before_mb']:.0f}" for at in ("opened_mb", "read_mb"))
-        return f"{of['start_s']:.2f} s, {of['ms_a_row']:.2f} ms, {held} MB"
+        used = f" ({of['start_cpu_s']:.1f} s of processors at load {of['load']:.1f})" if of["start_cpu_s"] > 1 else ""
+        return f"{of['start_s']:.2f} s{used}, {of['ms_a_row']:.2f} ms, {held} MB"
 
     parquet = sorted(
         (name for name in f if re.match(r"parquet_\d", name)),
