@@ -33,6 +33,8 @@ CALL = re.compile(r"(\d{1,2})\+(\d{1,2});")
 class Calculator:
     """Answers each call of the tool with its sum, until the policy answers itself."""
 
+    replays = True
+
     async def step(self, said: str) -> str | None:
         call = CALL.fullmatch(said)
         return None if call is None else f"{int(call[1]) + int(call[2])};"

@@ -11,6 +11,7 @@ when that process ends, however it ends, so nothing stale is ever left to clean.
       supervisor.json (0600, while it runs)  view.json (0600, of a dashboard)
       best -> checkpoints/step_000040  best.json  after_save.json  optimizer_resets.json
       metrics.jsonl  events.jsonl  timeline/  logs/attempt_0/  journal/  samples/  checkpoints/  dumps/
+      episodes/ (turns of those that are not whole)
       index/ (what a dashboard has read)
 
 A name that has been used gets the next number (`runs/quickstart-2`); a name whose run is alive is refused.

@@ -49,6 +49,7 @@ from rondo.roles.sampling.given import Given
 from rondo.roles.sampling.groups import Lease, PromptGroups, told_of
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.predict import Predictor
+from rondo.roles.sampling.single_turn import single_turn
 from rondo.roles.sampling.teaching import Teaching, context_pool
 from rondo.roles.sampling.workflow import open_workflow
 from rondo.roles.serve.endpoint import endpoint
@@ -296,11 +297,13 @@ class RolloutRole:
             await self._ctx.report("metrics", told | self._asked())
 
     def _asked(self) -> dict[str, Any]:
-        """Counters of the judge and of environments."""
+        """Counters of the judge, of environments and of episodes."""
         environments = self._environments
         told: dict[str, Any] = {name: asdict(judge.stats()) for name, judge in self._judges.items()}
         if environments is not None:
             told["environments"] = {name: asdict(each) for name, each in environments.stats().items()}
+        if self._groups.workflow is not single_turn:
+            told["episodes"] = asdict(self._groups.episodes)
         return told
 
     async def _tell_of_engines(self) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import orjson
 
+from rondo.comm.bus import unfinished
 from rondo.comm.bus.audit import Ledger
 from rondo.comm.bus.coordinator import Coordinator
 from rondo.comm.bus.index import Index
@@ -49,6 +50,7 @@ def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attem
     state = kept.get("index") or Index(rules).dump()  # one of a job without samples has none
     index = Index.load(rules, state, checkpoint)
     ledger.roll_back(state)
+    unfinished.cut(run_dir, -1 if index.version is None else index.version, index.groups)
     state = {**index.dump(), "audit": ledger.dump()}  # in today's form, as everything behind it
     if journal.empty:
         journal.append([{"event": "snapshot", "state": state}])

@@ -16,9 +16,12 @@ a reply has thoughts. So spaces that a template takes off a reply, or sets in fr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import orjson
 
 from rondo.models.control_tokens import spelt
 from rondo.roles.data.datasets import Row, RowError
@@ -70,18 +73,38 @@ class Chat:
         """The text that follows the last reply, which ends `before`, where these messages come next; None where the template does
         not extend. RowError where it leaves out what they say."""
         stand_ins = [_stand_in(message) for message in before]
-        start, reply = self.prompt(stand_ins[:-1]), stand_ins[-1]["content"]
+        start, reply = self._start(stand_ins, said), stand_ins[-1]["content"]
+        whole = self.prompt([*stand_ins, *said])
+        behind = whole[len(start) :].lstrip() if whole.startswith(start) else ""
+        return behind[len(reply) :] if behind.startswith(reply) else None
+
+    def _start(self, stand_ins: Sequence[Message], said: Sequence[Message]) -> str:
+        """What the last reply was sampled behind. RowError where the template leaves out what is said. Both are looked at once
+        for all conversations of one form, of which a run has few."""
+        said = [each if isinstance(each.get("content"), list) else {**each, "content": "U"} for each in said]
+        try:
+            form = orjson.dumps([self.tokenizer.chat_template, self.args, stand_ins, said])
+            return _start_of(self.tokenizer, form)
+        except (TypeError, RowError):  # media, which have no form; an error names the row
+            return self._looked(stand_ins, said)
+
+    def _looked(self, stand_ins: Sequence[Message], said: Sequence[Message]) -> str:
         whole = self.prompt([*stand_ins, *said])
         for at, each in enumerate(said):
-            content = each.get("content")
+            content = each["content"]
             other = {**each, "content": [*content, _TEXT] if isinstance(content, list) else f"{content}U"}
             if whole == self.prompt([*stand_ins, *said[:at], other, *said[at + 1 :]]):
                 raise RowError(
                     f"{self.name}: what is said must suit the chat template, which leaves out what a message of role "
                     f"{each['role']!r} says. Say it in another role"
                 )
-        behind = whole[len(start) :].lstrip() if whole.startswith(start) else ""
-        return behind[len(reply) :] if behind.startswith(reply) else None
+        return self.prompt(stand_ins[:-1])
+
+
+@functools.lru_cache(1024)
+def _start_of(tokenizer: Any, form: bytes) -> str:
+    _, args, stand_ins, said = orjson.loads(form)
+    return Chat(tokenizer, "", (), args)._looked(stand_ins, said)
 
 
 def rewrites(chat: Chat) -> list[str]:

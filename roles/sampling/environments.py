@@ -13,6 +13,12 @@ An environment is an object of a class of the user's, one a sample. All of its m
 
         def close(self): ...                           # however the episode ended
 
+An episode whose replica dies, or whose run is stopped, goes on at the next holder of its lease where the environment says how:
+
+        replays = True                                 # the calls it had are made again, and do the same again; or
+        def snapshot(self): ...                        # its state, of types that travel, behind each answer
+        def restore(self, state): ...                  # in the place of reset and of the calls before
+
 One without `step` has its public methods as tools, as in TRL's `environment_factory`, beside those of the settings. What a tool
 raises is said to the policy as its answer. The attribute `reward`, where it is there at the end, is what the sample is worth.
 
@@ -33,9 +39,9 @@ import inspect
 import math
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rondo.roles.config import JobConfig
@@ -77,6 +83,10 @@ class EnvironmentStats:
 
 class EnvironmentFailed(Exception):
     """An environment has failed, and so has its sample."""
+
+
+_Answered = tuple[list[dict[str, Any]], float | None, bool]
+"""What is said to the policy, in messages; what its turn was worth; and whether the episode is over."""
 
 
 class Environments:
@@ -134,21 +144,23 @@ class Environments:
 
     async def _play(self, row: Row, context: Context, episode: Episode) -> None:
         async with self._environment(context) as environment:
+            past = _Past(self, environment, context, episode)
             if (reset := getattr(environment, "reset", None)) is not None:
-                said = await self._call(context, self._name, reset, **self._columns(row, reset))
+                columns = self._columns(row, reset)
+                said = await past.answer(functools.partial(self._call, context, self._name, reset, **columns))
                 await self._begin(said, context, episode)
             told = over = False
             while not (over or episode.over):
                 turn = await episode.generate()
                 if turn.finish_reason != "stop":
                     break
-                step = await self._answer(environment, context, turn, episode)
-                if step.reward is not None:
-                    episode.reward(_number(step.reward))
+                said, reward, over = await past.answer(functools.partial(self._answer, environment, context, turn))
+                if reward is not None:
+                    episode.reward(reward)
                     told = True
-                over = step.over
-                if step.say is not None and not over:
-                    await self._say(context, episode, [{"role": "user", "content": step.say}])
+                if said and not over:
+                    await self._say(context, episode, said)
+            await past.restored()
             reward = getattr(environment, "reward", None)
             if reward is not None and episode.num_turns and not told:
                 episode.reward(_number(reward))
@@ -165,8 +177,8 @@ class Environments:
                 before, last = episode.messages, {"role": "user", "content": ""}
             await episode.new_context([*before, {**last, "content": last["content"] + said}])
 
-    async def _answer(self, environment: Any, context: Context, turn: Turn, episode: Episode) -> Step:
-        """To a turn. What tools answer is said here, in a message each."""
+    async def _answer(self, environment: Any, context: Context, turn: Turn) -> _Answered:
+        """To a turn. What tools answer is a message each."""
         calls = tools.calls_of(turn.text, context.tokenizer.chat_template, self._schemas) if self._schemas else []
         if calls is None:
             answers = [("", Answer("Error: the call could not be read. Write it as shown", failed=True))]
@@ -181,12 +193,11 @@ class Environments:
                     f"step must return a text, parts of a message with media, a Step of these or None, got "
                     f"{type(found.say).__name__}"
                 )
-            return replace(found, say=say)
+            worth = None if found.reward is None else _number(found.reward)
+            return [] if say is None else [{"role": "user", "content": say}], worth, found.over
         else:
-            return Step(over=True)
-        said = [{"role": "tool", "name": name, "content": each.content} for name, each in answers]
-        await self._say(context, episode, said)
-        return Step()
+            return [], None, True
+        return [{"role": "tool", "name": name, "content": each.content} for name, each in answers], None, False
 
     async def _say(self, context: Context, episode: Episode, said: list[dict[str, Any]]) -> None:
         """Messages, or without a chat template a text as it is. Media that are no good fail the sample alone."""
@@ -253,7 +264,7 @@ class Environments:
         deadline, and for what it raises (`_Raised`)."""
         limit_s, name = self._settings.deadline_s, getattr(method, "__name__", "")
         what = whose if whose == name else f"{whose}.{name}"
-        is_step = method is not self._factory and name not in ("reset", "close")
+        is_step = method is not self._factory and name not in tools.NO_TOOLS
         call, errors, late = functools.partial(method, *args, **keywords), False, False
         is_async = inspect.iscoroutinefunction(method)
         with context.elsewhere():
@@ -336,6 +347,40 @@ class Environments:
         self._stats[name] = EnvironmentStats(
             had.steps + steps, had.seconds + seconds, had.errors + errors, had.timeouts + timeouts
         )
+
+
+class _Past:
+    """What an earlier holder of the lease was answered in an episode, by an environment that is not asked again: one with
+    snapshots, or none but tools. Of one that replays nothing is kept but what the policy said, of any other not even that."""
+
+    def __init__(self, asks: Environments, environment: Any, context: Context, episode: Episode) -> None:
+        self._asks, self._name, self._environment = asks, asks._name, environment
+        self._context, self._episode = context, episode
+        self._state = list[Any]()  # the newest that was kept, where the environment is not in it yet
+        snapshots = hasattr(environment, "snapshot") and hasattr(environment, "restore")
+        self._keeps = (environment is None or snapshots) and context.turns is not None
+        if context.turns is not None:
+            context.turns.keeps = self._keeps or getattr(environment, "replays", False)
+
+    async def answer(self, asked: Callable[[], Awaitable[Any]]) -> Any:
+        """What was answered here before, else what is answered now."""
+        if not self._keeps or (turns := self._context.turns) is None:
+            return await asked()
+        name, place = self._episode.at
+        if (kept := turns.answer(place)) is not None:
+            found, *self._state = kept
+            return found
+        await self.restored()
+        found, state = await asked(), []
+        if self._environment is not None:
+            state = [await self._asks._call(self._context, self._name, self._environment.snapshot)]
+        turns.add_answer(name, place, [found, *state])
+        return found
+
+    async def restored(self) -> None:
+        """The environment is in the state of its last answer."""
+        if self._state:
+            await self._asks._call(self._context, self._name, self._environment.restore, self._state.pop())
 
 
 class _Raised(EnvironmentFailed):

@@ -44,6 +44,7 @@ from rondo.roles.data.chat import Chat, Message, check_text
 from rondo.roles.data.datasets import RowError
 from rondo.roles.data.media_rows import with_parts
 from rondo.roles.engines.engine import Completion, FinishReason, Prefix, Request, ended_with
+from rondo.roles.sampling.kept_turns import place_of
 from rondo.runtime.errors import ConfigError
 
 Ask = Callable[[Request], Awaitable[Completion]]
@@ -146,9 +147,17 @@ class _Row:
     branches: Iterator[int] = field(default_factory=itertools.count)
 
     @property
+    def pieces(self) -> tuple[np.ndarray, ...]:
+        """All tokens behind the prompt, end to end."""
+        return _NO_TOKENS if self.done is None else self.done.tokens, self.heard, self.between
+
+    @property
     def tokens(self) -> np.ndarray:
-        """All behind the prompt."""
-        return np.concatenate([_NO_TOKENS if self.done is None else self.done.tokens, self.heard, self.between])
+        return np.concatenate(self.pieces)
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.pieces))
 
     @property
     def conversation(self) -> list[Message]:
@@ -162,7 +171,7 @@ class _Row:
             self.messages = [*self.conversation, *self.said]
             if self.coming is not None:
                 before, media = self.coming
-                self.shown.append((len(self.request.prompt) + len(self.tokens) - len(self.between) - before, media))
+                self.shown.append((len(self.request.prompt) + self.size - len(self.between) - before, media))
             self.heard = np.concatenate([self.heard, self.between])
             self.reply, self.said, self.between, self.refs, self.coming = [], [], _NO_TOKENS, (), None
 
@@ -227,6 +236,12 @@ class Episode:
         return self._shared.num_turns
 
     @property
+    def at(self) -> tuple[str, str]:
+        """The request of this row, and the place where it stands (`kept_turns.py`)."""
+        request = self._row.request
+        return request.id, place_of(request.seed, request.prompt, *self._row.pieces)
+
+    @property
     def messages(self) -> list[Message]:
         """The conversation of this row so far, as the chat template is given it."""
         return [*self._row.conversation, *self._row.said]
@@ -241,7 +256,7 @@ class Episode:
             self._ended = self._ended or "length"
             return Turn(_NO_TOKENS, self._ended, lambda **_: "")
         row.answered()
-        begin = len(row.tokens)
+        begin = row.size
         shared.num_turns += 1
         done = row.done = await shared.ask(row.next())
         row.heard, self._spoken = _NO_TOKENS, row
@@ -345,7 +360,7 @@ class Episode:
         """For a turn."""
         limits, row = self._shared.limits, self._row
         more = limits.max_turns is None or self._shared.num_turns < limits.max_turns
-        return not self.over and more and len(row.tokens) < row.request.params.max_new_tokens
+        return not self.over and more and row.size < row.request.params.max_new_tokens
 
     # ---- rows -------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,6 +46,7 @@ from rondo.roles.sampling.episode import Made
 from rondo.roles.sampling.evaluation import limits_of, sample_seed, scored, shown, told_error
 from rondo.roles.sampling.filters import Ended, equal_rewards, kept
 from rondo.roles.sampling.given import Given
+from rondo.roles.sampling.kept_turns import EpisodeCounts, KeptTurns
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.single_turn import single_turn
 from rondo.roles.sampling.teaching import Teaching
@@ -97,6 +98,7 @@ class PromptGroups:
     workflow: Workflow = single_turn
     teaching: Teaching | None = None
     given: Given | None = None
+    episodes: EpisodeCounts = field(default_factory=EpisodeCounts, init=False)
     _rendering: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)  # a prompt at a time, beside the loop
 
     async def fill(self, lease: Lease) -> None:
@@ -123,6 +125,10 @@ class PromptGroups:
         if ended.keys() >= every:
             return
         self.progress.made(key, len(ended))
+        turns = None
+        if self.workflow is not single_turn:
+            turns = KeptTurns(self.ctx.run_dir, *key, every - ended.keys(), self.episodes)
+            turns.keeps = getattr(self.workflow, "replays", False)
         params = self._params_of(row)
         context = Context(
             row, prompt, media, self.tokenizer, every - ended.keys(), limits_of(config, params.max_new_tokens),
@@ -130,14 +136,20 @@ class PromptGroups:
             look=None if self.media is None else functools.partial(self.media.behind, config.data),
             originals=originals_of(row, config.data, config.media),
             progress=functools.partial(self.progress.further, key),
-            elsewhere=functools.partial(self.progress.elsewhere, key),
+            elsewhere=functools.partial(self.progress.elsewhere, key), turns=turns,
         )  # fmt: skip
         client = Client(
             context,
             lambda number: self._request(lease, number, prompt, media, params),
-            functools.partial(self._generate_of, lease),
+            functools.partial(self._generate_of, lease, turns),
             lambda name: self.engine.cancel(name),
         )
+        with nullcontext() if turns is None else turns:
+            await self._take_in(lease, row, context, client, ended)
+
+    async def _take_in(self, lease: Lease, row: Row, context: Context, client: Client, ended: dict[int, Ended]) -> None:
+        """Scores and puts what the workflow makes, beside the samples that have `ended` before."""
+        key, every = (lease.group, lease.epoch), {*context.missing, *ended}
         errors, finished = list[str](), list[Made]()
         async with aclosing(context.samples(self.workflow, client)) as made:
             async for more in made:
@@ -204,9 +216,14 @@ class PromptGroups:
             on_new_weights=rollout.on_new_weights, interruptions=rollout.max_interruptions,
         )  # fmt: skip
 
-    async def _generate_of(self, lease: Lease, request: Request) -> Completion:
+    async def _generate_of(self, lease: Lease, turns: KeptTurns | None, request: Request) -> Completion:
+        if turns is not None and (kept := turns.sampled(request)) is not None:
+            return kept
         with self.progress.generating((lease.group, lease.epoch), request.id):
-            return await self._generate(request)
+            done = await self._generate(request)
+        if turns is not None:
+            turns.add(request, done)
+        return done
 
     async def _generate(self, request: Request) -> Completion:
         return await whole_sample(self.engine, request, self.stops)

@@ -14,7 +14,7 @@ from rondo.roles.sampling.environments import Step
 class TextGame:
     """One game, which a row of `data.path="textarena:NAME"` says. A game that is not over at the end is worth 0."""
 
-    reward = 0.0
+    reward, replays = 0.0, True
 
     def reset(self, textarena: dict[str, Any]) -> None:
         self._game = Game(**textarena)

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 Settings = TypeVar("Settings", bound="JobConfig")
 SETTING = "rollout.environment"
+NO_TOOLS = ("reset", "close", "snapshot", "restore")
+"""Methods of an environment that are the run's to call."""
 _MARK = "<tool_call>"
 _AS_FILE = {**dict.fromkeys(("CMYK", "HSV", "LAB", "RGBX", "YCbCr"), "RGB"), "La": "LA", "PA": "RGBA", "RGBa": "RGBA"}
 """Modes of pictures that no PNG has, and in which they are written."""
@@ -75,9 +77,7 @@ def methods_of(factory: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     """The tools of an environment by name: the public methods of its class, unless it has a `step`. They are bound to nothing,
     for their signatures alone."""
     names = [] if hasattr(factory, "step") or not inspect.isclass(factory) else dir(factory)
-    own = {
-        name: getattr(factory, name) for name in names if not name.startswith("_") and name not in ("reset", "close")
-    }
+    own = {name: getattr(factory, name) for name in names if not name.startswith("_") and name not in NO_TOOLS}
     return {name: types.MethodType(each, object()) for name, each in own.items() if inspect.isfunction(each)}
 
 
@@ -97,6 +97,11 @@ def schemas(config: JobConfig) -> list[dict[str, Any]]:
                 f"{SETTING}.factory must be called without arguments, got {environment.factory} ({error}). Give its parameters "
                 "defaults"
             ) from error
+        if hasattr(factory, "snapshot") != hasattr(factory, "restore"):
+            raise ConfigError(
+                f"{SETTING}.factory must have both `snapshot` and `restore`, or neither, got one of them in "
+                f"{environment.factory}. Add the other"
+            )
         if inspect.isclass(factory) and not tools and not hasattr(factory, "step"):
             raise ConfigError(
                 f"{SETTING}.factory must make what has a `step`, or public methods as tools, got {factory.__name__} with "

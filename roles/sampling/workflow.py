@@ -19,6 +19,8 @@ context of its own.
 
 What a workflow can rely on:
 - It makes the samples `context.missing`: all of a group, or those that no earlier lease has put.
+- With `workflow.replays = True` it says that it does the same again where the policy says the same again: after the death of its
+  replica, or a stop of the run, it is called anew, and turns that were sampled are not sampled again.
 - A sample that was handed in is scored and put at once, and stays, whatever becomes of the workflow. One with an `error` is put
   without a reward: it trains nothing, and its siblings count as they are. In `each` the error of an episode is its sample's
   alone, and one that lasts longer than `rollout.max_episode_s` is handed in as far as it came, as aborted.
@@ -52,6 +54,7 @@ from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.engines.engine import Request
 from rondo.roles.sampling.episode import Ask, Episode, Limits, Look, Made
+from rondo.roles.sampling.kept_turns import KeptTurns
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.reference import in_one_line, load_reference
 
@@ -106,6 +109,7 @@ class Context:
         evaluates: bool = False,
         progress: Callable[[], None] = lambda: None,
         elsewhere: Callable[[], AbstractContextManager[None]] = nullcontext,
+        turns: KeptTurns | None = None,
     ) -> None:
         self.prompt, self.media = prompt, media
         """The row's prompt, int32 [T], and its media."""
@@ -126,6 +130,8 @@ class Context:
         """Tells that the group has come further, beside what its requests do."""
         self.elsewhere = elsewhere
         """Holds while a sample waits for an environment, a tool or a program, and needs nothing of the engine."""
+        self.turns = turns
+        """Where turns and answers are kept for the next holder of the lease; None in an evaluation."""
         self._row = row
         self._left = set(self.missing)
         self._ready: asyncio.Queue[Made | None] = asyncio.Queue()
