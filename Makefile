@@ -17,7 +17,7 @@ VERIFIERS_VENV ?= .venv-verifiers
 INSPECT_VENV ?= .venv-inspect
 READY := $(VENV)/.ready
 
-.PHONY: demo smollm2 test fuzz track test-long test-avx2 test-pythons test-sglang test-environments test-browser gpu sglang sglang-router lint types clean
+.PHONY: demo smollm2 test fuzz track test-long test-avx2 test-pythons test-sglang test-environments test-browser test-track gpu sglang sglang-router lint types clean
 
 # Without a GPU, SGLang needs the tests' stand-in for its kernels.
 SGLANG_SHIM = $(if $(wildcard /dev/nvidia0),,--set 'rollout.sglang.environment={"PYTHONPATH": "$(CURDIR)/tests/sglang/shim"}')
@@ -111,6 +111,10 @@ $(SCHEMATHESIS_VENV)/.ready:
 # Trackers killed at random moments, against the services' own packages; without torch, which they do not need.
 track: $(TRACK_VENV)/.ready  ## about twenty minutes
 	PYTHONPATH=$(CURDIR)/.typing $(TRACK_VENV)/bin/python -m rondo.launch.cli bench track $(OPTIONS)
+
+# What these services are told, and what not, by the files that they write.
+test-track: $(READY) $(TRACK_VENV)/.ready  ## a minute
+	TRACK_PYTHON=$(abspath $(TRACK_VENV))/bin/python $(BIN)/python -m pytest tests/launch/track/test_untold.py $(OPTIONS)
 
 $(TRACK_VENV)/.ready: constraints.txt
 	$(PYTHON) -m venv $(TRACK_VENV)

@@ -44,6 +44,7 @@ def make(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str
         (("test-sglang",), "--dist loadfile --no-loadscope-reorder tests/sglang"),
         (("fuzz",), "tests/schemathesis tests/comm/bus/test_fuzz.py tests/launch/test_fuzz.py"),
         (("track",), "-m rondo.launch.cli bench track"),
+        (("test-track",), "-m pytest tests/launch/track/test_untold.py"),
         (("gpu", "PARTS=training gap"), "-m rondo.launch.cli bench gpu training gap"),
     ],
 )

@@ -28,6 +28,7 @@ class ClearML:
     def __init__(self, run: Run, config: TrackerConfig) -> None:
         if config.folder is not None:
             os.environ["CLEARML_CACHE_DIR"] = str(config.folder.resolve())
+        os.environ.setdefault("CLEARML_WORKER_NAME", "rondo")  # or each event has the machine's
         from clearml import Task
 
         tag, found = f"rondo-{run.id}", []

@@ -22,6 +22,7 @@ class Wandb:
         folder.mkdir(parents=True, exist_ok=True)
         quiet = wandb.Settings(
             console="off", silent=True, disable_git=True, disable_code=True, x_disable_stats=True, x_disable_meta=True,
+            x_save_requirements=False, host="rondo",  # or it has the machine's name
             **({} if config.url is None else {"base_url": config.url}),
         )  # fmt: skip
         self._run = wandb.init(
