@@ -22,6 +22,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.e2e.runs import over_behind_it
+from tests.e2e.shell import Rondo, shell
 
 settings.register_profile(
     "steady",
@@ -79,6 +80,13 @@ def num_gpus() -> int:
 def _runs_are_over_with_their_test() -> Iterator[None]:
     with over_behind_it():
         yield
+
+
+@pytest.fixture(scope="session")
+def rondo() -> Iterator[Rondo]:
+    """Runs `rondo` with some words: (exit code, output)."""
+    with shell() as found:
+        yield found
 
 
 _SESSION = "RONDO_TEST_SESSION"

@@ -17,6 +17,7 @@ from rondo.launch.cli import _parser
 from rondo.launch.config import load
 from rondo.launch.report.timeline import parse_steps
 from rondo.models.tiny import qwen3
+from tests.e2e.shell import Rondo
 from tests.strength import LONG
 
 ROOT = Path(__file__).parents[1]
@@ -346,7 +347,7 @@ pretrained one is."""
     [each for each in RUN_HERE if LONG or Path(each.split()[2]).stem not in SELDOM],
     ids=lambda command: command.split()[1] + " " + command.split()[2][9:],
 )
-def test_a_command_of_the_docs_does_what_it_says(command: str, tmp_path: Path) -> None:
+def test_a_command_of_the_docs_does_what_it_says(command: str, tmp_path: Path, rondo: Rondo) -> None:
     rows = [{"question": "?", "answer": f"{a} + {b} = <<{a}+{b}={a + b}>>{a + b}"} for a in range(8) for b in range(8)]
     data = tmp_path / "train.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -355,9 +356,8 @@ def test_a_command_of_the_docs_does_what_it_says(command: str, tmp_path: Path) -
         (tmp_path / "model").mkdir()
         qwen3.build(tmp_path / "model")
     sets = [part for text in (*RUN_HERE[command], f"run_dir={tmp_path}/runs") for part in ("--set", text)]
-    line = [sys.executable, "-m", "rondo.launch.cli", *words[1:], *sets]
-    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=560, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, output = rondo(*words[1:], *sets)
+    assert code == 0, output
     if words[1] in ("train", "sft"):
         weights = (tmp_path / "runs" / "latest" / "checkpoints").glob("step_*/*/*model.safetensors")
         assert [path.stat().st_size > 0 for path in weights] == [True]

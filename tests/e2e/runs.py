@@ -108,16 +108,17 @@ def start(line: list[str], folder: Path) -> Running:
 
 
 def finish(process: Running, run_dir: Path, limit_s: float = 560.0) -> Ended:
-    """Its end, with the output that nobody has read. Every metric that it wrote is described, but a test's own."""
+    """Its end, with the output that nobody has read."""
     process.wait(limit_s)
-    told = {path for record in read_records(run_dir / "metrics.jsonl") for path, _ in numbers(record)}
-    unknown = [path for path in told if describe(path) is None and not path.startswith("own_")]
-    assert not unknown, unknown
+    described(run_dir)
     return Ended(process.returncode, "".join(iter(process.lines.get, None)), run_dir)
 
 
-def train(folder: Path, *arguments: str, sets: tuple[str, ...] = ()) -> Ended:
-    return finish(start(command(folder, *arguments, sets=sets), folder), folder / "quickstart")
+def described(run_dir: Path) -> None:
+    """Every metric that a run wrote is described, but a test's own."""
+    told = {path for record in read_records(run_dir / "metrics.jsonl") for path, _ in numbers(record)}
+    unknown = [path for path in told if describe(path) is None and not path.startswith("own_")]
+    assert not unknown, unknown
 
 
 def read_until(process: Running, text: str) -> str:

@@ -7,15 +7,17 @@ import pytest
 
 from rondo.launch.report.records import evaluation_records, step_records
 from rondo.runtime.checkpoints import complete
-from tests.e2e.runs import ROOT, command, finish, left_behind, start
+from tests.e2e.runs import ROOT, command, left_behind
+from tests.e2e.shell import Rondo, to_the_end
 
 
 def test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_raise_and_hang_and_both_replicas_die(
     tmp_path: Path,
+    rondo: Rondo,
 ) -> None:
     module = str(ROOT / "tests" / "e2e" / "evaluated.py")
     line = [*command(tmp_path)[:4], module, "--set", f"run_dir={tmp_path}", "--kill", "rollout@4"]
-    ended = finish(start(line, tmp_path), tmp_path / "evaluated")
+    ended = to_the_end(rondo, line, tmp_path / "evaluated")
     assert ended.code == 0, ended.output
     summary, metrics = ended.summary, ended.run_dir / "metrics.jsonl"
     assert (summary["steps"], summary["restarts"]) == (8, {"rollout": 2})
@@ -55,7 +57,7 @@ def test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_rais
     assert (failure["step"], failure["num_failed"]) == (4, 1) and "OSError: no bucket" in failure["why"]
 
     line = [*command(tmp_path)[:3], "eval", str(ended.run_dir), "--checkpoint", "best", "--only", "own", "--plain"]
-    again = finish(start([*line, "--set", "groups.0.replicas=1"], tmp_path), tmp_path / "evaluated-eval")
+    again = to_the_end(rondo, [*line, "--set", "groups.0.replicas=1"], tmp_path / "evaluated-eval")
     assert again.code == 0, again.output
     told = orjson.loads((again.run_dir / "evaluation.json").read_bytes())
     assert (told["checkpoint"], told["finished"], told["num_samples"]) == ("step_000004", True, 4)

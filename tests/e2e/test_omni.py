@@ -8,13 +8,16 @@ import orjson
 
 from rondo.comm.bus.journal import files, read
 from rondo.launch.report.records import step_records
-from tests.e2e.runs import ROOT, command, finish, left_behind, start
+from tests.e2e.runs import ROOT, command, left_behind
+from tests.e2e.shell import Rondo, to_the_end
 
 
-def test_every_modality_trains_through_deaths_and_what_is_broken_is_quarantined_with_its_cause(tmp_path: Path) -> None:
+def test_every_modality_trains_through_deaths_and_what_is_broken_is_quarantined_with_its_cause(
+    tmp_path: Path, rondo: Rondo
+) -> None:
     module = str(ROOT / "tests" / "e2e" / "omni.py")
     line = [*command(tmp_path)[:4], module, "--set", f"run_dir={tmp_path}", "--kill", "rollout@2", "--kill", "actor@4"]
-    ended = finish(start(line, tmp_path), tmp_path / "omni")
+    ended = to_the_end(rondo, line, tmp_path / "omni")
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert (summary["steps"], summary["attempt"], summary["restarts"]) == (6, 0, {"rollout": 1, "actor": 1})

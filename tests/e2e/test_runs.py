@@ -20,7 +20,8 @@ from rondo.launch.rundir import supervisor_record
 from rondo.roles.training.trained_samples import rows_of_step, steps_of
 from rondo.runtime.checkpoints import newest_complete, resets
 from tests.e2e.agent import ask_the_policy
-from tests.e2e.runs import QUICKSTART, ROOT, TINY, Ended, command, finish, left_behind, read_until, start, train
+from tests.e2e.runs import QUICKSTART, ROOT, TINY, Ended, command, finish, left_behind, read_until, start
+from tests.e2e.shell import Rondo, to_the_end
 from tests.launch.hand import crossing
 from tests.launch.metrics.test_grafana import asked
 from tests.runtime.admin.certificates import CERT, KEY
@@ -35,13 +36,13 @@ FEWER = (
 
 
 def test_each_role_killed_once_comes_back_alone_and_nothing_is_lost_or_trained_twice(
-    tmp_path: Path, capsys: Any
+    tmp_path: Path, capsys: Any, rondo: Rondo
 ) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     kills = [part for step, role in enumerate(ROLES) for part in ("--kill", f"{role}@{2 * step + 1}")]
     learnt = (f"reward.function={ROOT / 'tests' / 'e2e' / 'nines.py'}:nines", "train.lr=3e-3", "samples.keep=1")
-    ended = train(tmp_path, *kills, sets=learnt)
+    ended = to_the_end(rondo, command(tmp_path, *kills, sets=learnt), tmp_path / "quickstart")
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert summary["restarts"] == dict.fromkeys(ROLES, 1)

@@ -10,7 +10,8 @@ from rondo.comm.bus.journal import files, read
 from rondo.launch.report.diff import first_difference
 from rondo.launch.report.records import step_records
 from rondo.launch.report.timeline import read_run
-from tests.e2e.runs import ROOT, Ended, Running, command, finish, left_behind, start
+from tests.e2e.runs import ROOT, Ended, command, left_behind
+from tests.e2e.shell import Rondo, to_the_end
 from tests.strength import LONG
 
 NUM_STEPS = 4
@@ -20,17 +21,17 @@ ON_POLICY = (
 )  # fmt: skip
 
 
-def train(folder: Path, mode: str, *arguments: str) -> Running:
+def train(rondo: Rondo, folder: Path, mode: str, *arguments: str) -> Ended:
     folder.mkdir(exist_ok=True)
     text = (ROOT / "tests" / "e2e" / "updates.py").read_text()
     module = folder / "updates.py"
     module.write_text(text.replace('**MODES["fully_async"]', f'**MODES["{mode}"]'))
-    return start([*command(folder)[:4], str(module), "--set", f"run_dir={folder}", *arguments], folder)
+    line = [*command(folder)[:4], str(module), "--set", f"run_dir={folder}", *arguments]
+    return to_the_end(rondo, line, folder / "updates")
 
 
-def whole(process: Running, folder: Path, *, beyond: str, restarts: dict[str, int]) -> Ended:
-    """The run that has come to its end; `beyond`: what becomes of weights out of their bounds."""
-    ended = finish(process, folder / "updates")
+def whole(ended: Ended, *, beyond: str, restarts: dict[str, int]) -> Ended:
+    """The run, which has come to its end; `beyond`: what becomes of weights out of their bounds."""
     assert ended.code == 0, ended.output
     summary, steps = ended.summary, step_records(ended.run_dir / "metrics.jsonl")
     assert len(steps) == summary["steps"] == NUM_STEPS
@@ -61,23 +62,19 @@ def once_a_pass(run: Path) -> None:
 
 
 @pytest.mark.skipif(not LONG, reason="one more run, in the third mode: RONDO_TEST_LONG=1")
-def test_each_group_trains_once_a_pass_and_each_step_makes_all_its_updates(tmp_path: Path) -> None:
-    process = train(tmp_path, "fully_async", "--kill", "actor@2")
-    ended = whole(process, tmp_path, beyond="mask", restarts={"actor": 1})
+def test_each_group_trains_once_a_pass_and_each_step_makes_all_its_updates(tmp_path: Path, rondo: Rondo) -> None:
+    ended = whole(train(rondo, tmp_path, "fully_async", "--kill", "actor@2"), beyond="mask", restarts={"actor": 1})
     assert max(map(int, ended.summary["staleness_histogram"])) <= 1
     assert left_behind(tmp_path) == []
 
 
 def test_two_ranks_that_generate_too_and_two_that_are_killed_make_the_same_updates_to_the_same_bits(
-    tmp_path: Path,
+    tmp_path: Path, rondo: Rondo
 ) -> None:
     chosen = [part for text in ON_POLICY for part in ("--set", text)]
-    folders = {mode: tmp_path / mode for mode in ("colocate", "hybrid")}
-    together = train(folders["colocate"], "colocate", *chosen)
-    apart = train(folders["hybrid"], "hybrid", *chosen, "--kill", "actor@2")
     runs = [
-        whole(together, folders["colocate"], beyond="clip", restarts={}),
-        whole(apart, folders["hybrid"], beyond="clip", restarts={"actor": 1}),
+        whole(train(rondo, tmp_path / mode, mode, *chosen, *kills), beyond="clip", restarts=restarts)
+        for mode, kills, restarts in (("colocate", (), {}), ("hybrid", ("--kill", "actor@2"), {"actor": 1}))
     ]
     assert first_difference(runs[0].run_dir, runs[1].run_dir) is None
     steps = step_records(runs[0].run_dir / "metrics.jsonl")

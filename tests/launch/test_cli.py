@@ -14,10 +14,11 @@ import pytest
 
 from rondo.launch.cli import main
 from rondo.runtime.supervision.nursery import Nursery
+from tests.e2e.shell import Rondo
 from tests.launch import configs
 
 
-def rondo(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def alone(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "rondo.launch.cli", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
 
@@ -79,7 +80,7 @@ def test_what_begins_to_load_writes_into_a_file_without_a_name_that_sigkill_woul
 
 def test_show_prints_all_settings_as_json(tmp_path: Path) -> None:
     configs.write(tmp_path)
-    done = rondo("show", "demo_config.py", "--set", "train.lr=2e-5", cwd=tmp_path)
+    done = alone("show", "demo_config.py", "--set", "train.lr=2e-5", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["train"]["lr"] == 2e-5
 
@@ -87,7 +88,7 @@ def test_show_prints_all_settings_as_json(tmp_path: Path) -> None:
 @pytest.mark.parametrize("verb", ["train", "check"])
 def test_wrong_settings_end_with_2_and_one_line_and_start_nothing(tmp_path: Path, verb: str) -> None:
     configs.write(tmp_path)
-    done = rondo(verb, "demo_config.py", "--set", "train.lrr=1", cwd=tmp_path)
+    done = alone(verb, "demo_config.py", "--set", "train.lrr=1", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == "train.lrr must be a field of TrainConfig, got an unknown name. Did you mean 'lr'?\n"
     assert {path.name for path in tmp_path.iterdir()} <= {"demo_config.py", "__pycache__"}
@@ -103,8 +104,8 @@ def test_a_signal_before_anything_is_started_leaves_nothing_and_ends_the_command
     assert list((tmp_path / "tmp").iterdir()) == [] and not (tmp_path / "runs").exists()
 
 
-def test_train_tells_every_error_at_once_and_starts_nothing(tmp_path: Path) -> None:
-    configs.write(tmp_path)
+def test_train_tells_every_error_at_once_and_starts_nothing(tmp_path: Path, rondo: Rondo) -> None:
+    config = str(configs.write(tmp_path))
     (tmp_path / "empty").mkdir()
     (tmp_path / "noisy.py").write_text("print('hello')\nraise ImportError('no such thing')\n")
     changes = [
@@ -114,11 +115,11 @@ def test_train_tells_every_error_at_once_and_starts_nothing(tmp_path: Path) -> N
         f"reward.function={tmp_path}/noisy.py:reward",
         "data.label=answer",
         "groups.1.processes=17",
+        f"run_dir={tmp_path}/runs",
     ]
-    done = rondo("train", "demo_config.py", *(part for text in changes for part in ("--set", text)), cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    lines = done.stderr.splitlines()
-    assert len(lines) == 4
+    code, output = rondo("train", config, *(part for text in changes for part in ("--set", text)))
+    lines = output.splitlines()
+    assert (code, len(lines)) == (2, 4)
     assert lines[2] == (
         f"reward.function must load without errors, got ImportError: no such thing ({tmp_path}/noisy.py:2). Correct it"
     )
@@ -128,15 +129,13 @@ def test_train_tells_every_error_at_once_and_starts_nothing(tmp_path: Path) -> N
     assert not (tmp_path / "runs").exists()
 
 
-def test_check_shows_what_it_found_and_ends_with_0_where_all_is_well(tmp_path: Path) -> None:
-    quickstart = Path(__file__).parents[2] / "examples" / "quickstart.py"
-    done = rondo("check", str(quickstart), cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert {line.split()[0] for line in done.stdout.splitlines()} <= {"ok", "note"}
-    assert "5744 rows to train on, 256 held out" in done.stdout
-    assert "a sample ends at <|im_end|>" in done.stdout
-    assert "the model has " in done.stdout
-    assert "shared memory takes " in done.stdout
+def test_check_shows_what_it_found_and_ends_with_0_where_all_is_well(tmp_path: Path, rondo: Rondo) -> None:
+    code, output = rondo("check", "examples/quickstart.py", "--set", f"run_dir={tmp_path}/runs")
+    assert code == 0 and {line.split()[0] for line in output.splitlines()} <= {"ok", "note"}, output
+    assert "5744 rows to train on, 256 held out" in output
+    assert "a sample ends at <|im_end|>" in output
+    assert "the model has " in output
+    assert "shared memory takes " in output
     assert not (tmp_path / "runs").exists()
 
 

@@ -7,9 +7,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rondo.launch.report.timeline import read_run
 from tests.e2e.runs import ROOT, Ended, Running, finish, left_behind, read_until, start
+from tests.e2e.shell import Rondo, to_the_end
 
 RONDO = [sys.executable, "-m", "rondo.launch.cli"]
 TASK = ROOT / "tests" / "parity" / "task.py"
@@ -32,21 +34,30 @@ class Run:
     def path(self) -> Path:
         return self.folder / "parity"
 
-    def train(
+    def line(
         self, mode: str = "fully_async", *, task: Path = TASK, sets: Sequence[str] = (), kills: Sequence[str] = ()
-    ) -> Running:
+    ) -> list[str]:
         self.folder.mkdir(parents=True)
         chosen = [f"run_dir={self.folder}", *([] if mode == "fully_async" else [f"groups={GROUPS[mode]}"]), *sets]
         line = [*RONDO, "train", str(task), "--plain"]
         line += [part for text in chosen for part in ("--set", text)]
-        return start([*line, *(part for kill in kills for part in ("--kill", kill))], self.folder)
+        return [*line, *(part for kill in kills for part in ("--kill", kill))]
+
+    def train(self, *arguments: Any, **options: Any) -> Running:
+        return start(self.line(*arguments, **options), self.folder)
 
     def resume(self, *options: str) -> Running:
         return start([*RONDO, "resume", str(self.path), *options], self.folder)
 
+    def whole(self, rondo: Rondo, *arguments: Any, **options: Any) -> Ended:
+        """The run from its first step to its last."""
+        return self.over(to_the_end(rondo, self.line(*arguments, **options), self.path))
+
     def ended(self, process: Running) -> Ended:
-        """The run that has come to its end, with nothing left."""
-        ended = finish(process, self.path)
+        return self.over(finish(process, self.path))
+
+    def over(self, ended: Ended) -> Ended:
+        """It has come to its end, with nothing left."""
         assert ended.code == 0, ended.output
         assert left_behind(self.folder) == []
         return ended

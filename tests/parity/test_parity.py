@@ -15,32 +15,34 @@ from rondo.roles.data.cursor import Order
 from rondo.roles.training.parity import read
 from rondo.runtime.checkpoints import ASIDE, MARKER, complete
 from tests.e2e.runs import left_behind
+from tests.e2e.shell import Rondo
 from tests.parity.runs import NUM_STEPS, RONDO, TASK, Run, scored_in_waits
 from tests.strength import LONG
 
 STEPS = random.Random(1905)
 """Draws the moments of deaths; a failure's message has them, since it has the run's output."""
-MODES = ("colocate", "fully_async")
+MODES = ("colocate", "fully_async") if LONG else ("colocate",)
+DISTURBED = "hybrid" if LONG else "fully_async"
+"""The mode of the run that is killed and stopped: whichever has no undisturbed one. That hybrid, too, computes as colocate does
+tests/e2e/test_updates.py shows, on two ranks, one of which is killed."""
 
 
 @pytest.fixture(scope="module")
-def modes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """Undisturbed runs on policy, all at once, since most of a run is imports. The third mode, hybrid, is the disturbed run's.
-    Where they take turns the trainer rests while the engine generates."""
+def modes(rondo: Rondo, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Undisturbed runs on policy. Where they take turns the trainer rests while the engine generates."""
     folder = tmp_path_factory.mktemp("modes")
     runs = {mode: Run(folder / mode) for mode in MODES}
     sets = {"colocate": ["train.release_memory=True"], "fully_async": ["samples.keep=1"]}
-    processes = {mode: run.train(mode, sets=sets.get(mode, ())) for mode, run in runs.items()}
     for mode, run in runs.items():
-        run.ended(processes[mode])
+        run.whole(rondo, mode, sets=sets[mode])
     return runs
 
 
-@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("mode", MODES)
 def test_every_mode_trains_the_same_samples_in_the_same_rounds_to_the_same_bits(
     modes: dict[str, Run], mode: str
 ) -> None:
-    assert first_difference(modes["colocate"].path, modes[mode].path) is None
+    assert mode == "colocate" or first_difference(modes["colocate"].path, modes[mode].path) is None
     (steps,) = read(modes[mode].path).values()
     assert sorted(steps) == list(range(-1, NUM_STEPS))  # -1 made version 0
     assert len({step.checksum for step in steps.values()}) == NUM_STEPS + 1
@@ -54,7 +56,7 @@ def test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits(
 ) -> None:
     run = Run(tmp_path / "disturbed")
     kills = [f"{role}@{STEPS.randint(1, 5)}" for role in ("actor", "rollout")]
-    run.stop(run.train("hybrid", kills=kills), at_step=STEPS.randint(5, 7))
+    run.stop(run.train(DISTURBED, kills=kills), at_step=STEPS.randint(5, 7))
     run.kill(run.resume(), at_step=STEPS.randint(9, 11))
     older, newest = complete(run.path / "checkpoints")[-2:]
     ended = run.ended(run.resume("--checkpoint", older.name))
@@ -83,14 +85,14 @@ def test_a_step_is_replayed_from_its_kept_samples_to_the_same_bits(modes: dict[s
 
 
 def test_above_staleness_0_a_disturbed_run_consumes_the_same_prompts_in_the_same_order_within_the_bound(
-    modes: dict[str, Run], tmp_path: Path
+    modes: dict[str, Run], tmp_path: Path, rondo: Rondo
 ) -> None:
-    run = Run(tmp_path / "stale")
-    running = run.train("hybrid", sets=["max_staleness=2"], kills=[f"rollout@{STEPS.randint(1, 4)}"])
+    run, how = Run(tmp_path / "stale"), {"sets": ["max_staleness=2"], "kills": [f"rollout@{STEPS.randint(1, 4)}"]}
     if LONG:  # the test above does so on policy, and tests/e2e stops a stale run, which goes on
-        run.kill(running, at_step=STEPS.randint(6, 10))
-        running = run.resume()
-    run.ended(running)
+        run.kill(run.train("hybrid", **how), at_step=STEPS.randint(6, 10))
+        run.ended(run.resume())
+    else:
+        run.whole(rondo, "hybrid", **how)
     assert first_difference(modes["colocate"].path, run.path, ids_only=True) is None
     assert first_difference(modes["colocate"].path, run.path) is not None
     records = step_records(run.path / "metrics.jsonl")
@@ -102,7 +104,9 @@ def test_above_staleness_0_a_disturbed_run_consumes_the_same_prompts_in_the_same
 @pytest.mark.skipif(
     not LONG, reason="one more run: RONDO_TEST_LONG=1; tests/launch/report/test_diff.py plants faults into records"
 )
-def test_a_planted_fault_is_found_at_the_first_row_that_it_touches(modes: dict[str, Run], tmp_path: Path) -> None:
+def test_a_planted_fault_is_found_at_the_first_row_that_it_touches(
+    modes: dict[str, Run], tmp_path: Path, rondo: Rondo
+) -> None:
     faulty = tmp_path / "task.py"
     row, reward = '"abcdefghij"[n]', " % 7 / 7"
     text = TASK.read_text()
@@ -110,7 +114,7 @@ def test_a_planted_fault_is_found_at_the_first_row_that_it_touches(modes: dict[s
     # Row 3 has another prompt, and row 4 another reward: whichever the order of the data brings first.
     faulty.write_text(text.replace(row, '"abcXefghij"[n]').replace(reward, ' % (5 if label == "4" else 7) / 7'))
     run = Run(tmp_path / "faulty")
-    run.ended(run.train("colocate", task=faulty, sets=["num_steps=3"]))
+    run.whole(rondo, "colocate", task=faulty, sets=["num_steps=3"])
     found = first_difference(modes["colocate"].path, run.path)
     order = Order(num_rows=10, seed=0)
     first = next(position for position in range(12) if order.locate(position).row in (3, 4))
