@@ -15,6 +15,7 @@ BROWSER_VENV ?= .venv-browser
 TRACK_VENV ?= .venv-track
 VERIFIERS_VENV ?= .venv-verifiers
 INSPECT_VENV ?= .venv-inspect
+OPENENV_VENV ?= .venv-openenv
 READY := $(VENV)/.ready
 
 .PHONY: demo smollm2 test fuzz track test-long test-avx2 test-pythons test-sglang test-environments test-browser test-track gpu sglang sglang-router lint types clean
@@ -69,9 +70,9 @@ test-sglang: $(READY)  ## against a real SGLang server, without a GPU
 
 # Other people's environments, by their own packages, which go beside ours or into an environment of their own.
 test-environments: $(READY) $(VENV)/.ready-environments  ## four to eight minutes
-	$(if $(CI),,-)$(MAKE) --no-print-directory --keep-going $(VERIFIERS_VENV)/.ready $(INSPECT_VENV)/.ready
-	VERIFIERS_VENV=$(abspath $(VERIFIERS_VENV)) INSPECT_VENV=$(abspath $(INSPECT_VENV)) OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest tests/environments $(OPTIONS)
+	$(if $(CI),,-)$(MAKE) --no-print-directory --keep-going $(VERIFIERS_VENV)/.ready $(INSPECT_VENV)/.ready $(OPENENV_VENV)/.ready
+	VERIFIERS_VENV=$(abspath $(VERIFIERS_VENV)) INSPECT_VENV=$(abspath $(INSPECT_VENV)) OPENENV_VENV=$(abspath $(OPENENV_VENV)) \
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/environments $(OPTIONS)
 
 $(VENV)/.ready-environments: $(READY)
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[mcp,reasoning-gym,textarena]'
@@ -85,6 +86,11 @@ $(VERIFIERS_VENV)/.ready:
 $(INSPECT_VENV)/.ready:
 	$(PYTHON) -m venv $(INSPECT_VENV)
 	$(INSPECT_VENV)/bin/pip install --quiet inspect-ai==0.3.285 openai
+	touch $@
+
+$(OPENENV_VENV)/.ready:
+	$(PYTHON) -m venv $(OPENENV_VENV)
+	$(OPENENV_VENV)/bin/pip install --quiet openenv==0.10.0
 	touch $@
 
 # The page of `rondo view`, where there is a Chromium, such as Debian's `chromium`; BROWSER_PICTURES=FOLDER keeps what it looked like.
@@ -158,4 +164,4 @@ $(READY): setup.cfg constraints.txt
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .models .venv-sglang .venv-sglang-router .venv-schemathesis .venv-browser .venv-track .venv-verifiers .venv-inspect build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .models .venv-sglang .venv-sglang-router .venv-schemathesis .venv-browser .venv-track .venv-verifiers .venv-inspect .venv-openenv build *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -102,6 +102,8 @@ def schemas(config: JobConfig) -> list[dict[str, Any]]:
                 f"{SETTING}.factory must have both `snapshot` and `restore`, or neither, got one of them in "
                 f"{environment.factory}. Add the other"
             )
+        if inspect.ismethod(check := getattr(factory, "check_server", None)):  # of one that is elsewhere
+            check()
         if inspect.isclass(factory) and not tools and not hasattr(factory, "step"):
             raise ConfigError(
                 f"{SETTING}.factory must make what has a `step`, or public methods as tools, got {factory.__name__} with "
