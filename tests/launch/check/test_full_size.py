@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from benchmarks import recipe_rows
 from rondo.launch.check.findings import Facts
 from rondo.launch.check.target import Target, judge_target
 from rondo.launch.config import load
+from tests.e2e.shell import Rondo
 from tests.launch import full_size
 from tests.strength import LONG
 
@@ -97,13 +96,12 @@ def rows(folder: Path, kind: str) -> dict[str, str]:
     return {"data.path": str(full_size.rows(folder, kind, NUM_ROWS))}
 
 
-def checked(name: str, folder: Path, settings: dict[str, str], *options: str) -> tuple[int, list[str]]:
-    command = [sys.executable, "-m", "rondo.launch.cli", "check", str(EXAMPLES / f"{name}.py"), *options]
+def checked(rondo: Rondo, name: str, folder: Path, settings: dict[str, str], *options: str) -> tuple[int, list[str]]:
+    words = ["check", str(EXAMPLES / f"{name}.py"), *options]
     for setting, value in {"model.path": folder, **settings}.items():
-        command += ["--set", f"{setting}={value}"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder.parent)
-    assert done.returncode == 0 or done.stdout, done.stderr
-    return done.returncode, done.stdout.splitlines()
+        words += ["--set", f"{setting}={value}"]
+    code, output = rondo(*words)
+    return code, output.splitlines()
 
 
 def test_every_example_is_looked_at() -> None:
@@ -113,11 +111,11 @@ def test_every_example_is_looked_at() -> None:
 @pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.skipif(
     not LONG, reason="takes seconds, as those that are checked: RONDO_TEST_LONG=1"
 )) for name in MODELS])  # fmt: skip
-def test_an_example_fits_the_machines_of_its_first_line(name: str, tmp_path: Path) -> None:
+def test_an_example_fits_the_machines_of_its_first_line(name: str, tmp_path: Path, rondo: Rondo) -> None:
     make, kind, parameters = MODELS[name]
     options = machines(name)
     assert "--device-gib" in options and "--memory-gib" in options
-    code, lines = checked(name, make(tmp_path / "model"), rows(tmp_path, kind), *options)
+    code, lines = checked(rondo, name, make(tmp_path / "model"), rows(tmp_path, kind), *options)
     assert code == 0, lines
     assert any(line.startswith(f"ok     the model has {parameters} parameters") for line in lines)
     trained, *generates = [line for line in lines if line.startswith("ok     actor takes ")]
