@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, ClassVar
 
 import orjson
@@ -68,13 +69,15 @@ class OpenEnv:
             await client.close()
 
     async def _asked(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
-        await self._socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())
-        answer = await self._socket.receive()
-        if not isinstance(answer.data, str):
+        answer: Any = None
+        with suppress(ConnectionError):  # it is told below
+            await self._socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())
+            answer = (await self._socket.receive()).data
+        if not isinstance(answer, str):
             raise ConnectionError(
                 f"the server at {self.url} must answer {kind}, got the end of its session. See its log"
             )
-        told = orjson.loads(answer.data)
+        told = orjson.loads(answer)
         if told["type"] == "error":
             raise RuntimeError(
                 f"the server at {self.url} says {told['data'].get('code')}: {told['data'].get('message')}"

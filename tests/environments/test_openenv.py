@@ -87,14 +87,11 @@ async def test_what_the_server_refuses_fails_its_sample_alone_and_the_next_one_p
     assert (await guessed(Guess, url, "0")).made[0].reward == 1.0
 
 
-async def test_a_server_that_dies_fails_the_samples_that_it_played() -> None:
+async def test_a_server_that_dies_fails_the_sample_that_it_played() -> None:
     with serving() as there:
-        found = await guessed(Guess, there, "die", samples=2)
-    for made in found.made:
-        assert (
-            made.error is not None
-            and f"the server at {there} must answer step, got the end of its session" in made.error
-        )
+        [made] = (await guessed(Guess, there, "die")).made
+    assert made.error is not None and made.reward is None
+    assert f"the server at {there} must answer step, got the end of its session" in made.error
 
 
 def test_a_server_that_is_not_there_or_has_no_such_field_is_refused_before_a_run(url: str) -> None:
