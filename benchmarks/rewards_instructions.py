@@ -105,6 +105,7 @@ IFBENCH = [
     _case("count:pronouns", "I am a pronoun. It is a pronoun. He, she, and they are pronouns.", 1, N=5),
     _case("count:pronouns", "She is his sister. They share their parents.", 0, N=5),
     _case("count:pronouns", "My pronouns are she/her/hers.", 1, N=4),
+    _case("count:pronouns", "She is his sister. They share their parents.", 1, N=4),
     _case("words:odd_even_syllables", "Children have little to regret. They enjoy the sunshine.", 1),
     _case("words:odd_even_syllables", "Children have little to regret. They enjoy the sunshine. But not the rain.", 0),
     _case("words:last_first", "This feels unnatural. Unnatural is this test.", 1),
