@@ -580,6 +580,14 @@ def curriculum(f: Figures) -> Iterator[Row]:
     )
 
 
+def examples(f: Figures) -> Iterator[Row]:
+    named = {name: of for name, of in f.items() if isinstance(of, dict)}
+    yield (
+        f"examples of agents as they are shipped, {f['digits']} digits: reward of held-out rows before and after, a value a seed",
+        "; ".join(f"{name} {_each(of['before'])} to {_each(of['after'])}" for name, of in named.items()),
+    )
+
+
 def dashboard(f: Figures) -> Iterator[Row]:
     if lengths := f.get("lengths"):
 
@@ -642,7 +650,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("lora_pretrained", functools.partial(lora, base="SmolLM2-135M-Instruct on sums of two numbers")),
     ("dashboard", dashboard), ("dashboard_beside", dashboard), ("track", track), ("track_mlflow", track),
     ("pretrained", pretrained), ("gsm8k", gsm8k), ("data", data), ("recipes", recipes), ("distill", distill),
-    ("curriculum", curriculum),
+    ("curriculum", curriculum), ("examples", examples),
 )  # fmt: skip
 
 

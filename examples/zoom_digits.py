@@ -13,6 +13,7 @@ answers without the tool, and calls and answers of which a third are wrong, has 
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -38,27 +39,33 @@ from rondo.roles.config import (
 )
 
 TOOL = os.environ.get("TOOL", "zoom")
-SIDE, CELL = 4, 64  # cells of a canvas, in each direction, and their pixels; the digit has 28
+NUM_DIGITS = 4  # 0 to 3: tiny models learn to see these in few steps
+SIDE, CELL = 3, 96  # cells of a canvas, in each direction, and their pixels; the digit has 28
 SECONDS, RATE = 6, 8000
 FRAMES = 12  # two a second, each with a digit; the question is about one of them
 Question = tuple[list[dict[str, Any]], str, Any]
 """Parts of the message, the digit, and its place."""
 
 
+@functools.cache
+def few(kind: str, held_out: bool) -> list[digits.Medium]:
+    return [medium for medium in digits.media(kind, held_out) if medium[1] < NUM_DIGITS]
+
+
 def canvas(draw: random.Random, held_out: bool) -> Question:
     from PIL import Image
 
-    picture, digit = draw.choice(digits.media("image", held_out))
+    picture, digit = draw.choice(few("image", held_out))
     place = draw.randrange(SIDE), draw.randrange(SIDE)
-    image = Image.new("L", (SIDE * CELL, SIDE * CELL))
-    image.paste(Image.open(io.BytesIO(picture)), tuple(CELL * at + 18 + draw.randint(-2, 2) for at in place))
+    image = Image.new("L", (SIDE * CELL, SIDE * CELL), 128)
+    image.paste(Image.open(io.BytesIO(picture)), tuple(CELL * at + 34 + draw.randint(-2, 2) for at in place))
     image.save(file := io.BytesIO(), "PNG", compress_level=1)
     return [{"type": "image", "image": file.getvalue()}], str(digit), place
 
 
 def long_sound(draw: random.Random, held_out: bool) -> Question:
     """Silence, but for a digit in one of its seconds."""
-    said, digit = draw.choice(digits.media("audio", held_out))
+    said, digit = draw.choice(few("audio", held_out))
     with wave.open(io.BytesIO(said)) as reader:
         samples, place = reader.readframes(RATE), draw.randrange(SECONDS)
     before = bytes(2 * RATE * place)
@@ -69,16 +76,17 @@ def long_sound(draw: random.Random, held_out: bool) -> Question:
 
 
 def video(draw: random.Random, held_out: bool) -> Question:
-    shown = [draw.choice(digits.media("image", held_out)) for _ in range(FRAMES)]
+    shown = [draw.choice(few("image", held_out)) for _ in range(FRAMES)]
     place = draw.randrange(1, FRAMES - 1)
     parts = [{"type": "video", "video": [frame for frame, _ in shown]}, {"type": "text", "text": f"{place / 2}"}]
     return parts, str(shown[place][1]), place
 
 
 def box(place: tuple[int, int]) -> dict[str, Any]:
-    """The middle of a cell, in thousandths of the canvas."""
-    left, top = (1000 * at // SIDE + 62 for at in place)
-    return {"bbox_2d": [left, top, left + 126, top + 126]}
+    """The middle of a cell, a third of its sides, in thousandths of the canvas."""
+    size = 1000 // (3 * SIDE)
+    left, top = ((3 * at + 1) * size for at in place)
+    return {"bbox_2d": [left, top, left + size, top + size]}
 
 
 TASKS: dict[str, tuple[Any, Any, Any]] = {
@@ -115,7 +123,7 @@ def demonstrations(num_rows: int = 6000) -> list[dict[str, Any]]:
     for number in range(num_rows):
         parts, digit, place = make(draw, False)
         prompt, is_right = [{"role": "user", "content": parts}], draw.random() < 2 / 3
-        answer = digit if is_right else str(draw.randrange(10))
+        answer = digit if is_right else str(draw.randrange(NUM_DIGITS))
         if TOOL != "none" and number % 5 in (1, 2):
             answer = call(place if is_right else elsewhere(draw))
         elif TOOL != "none" and number % 5 in (3, 4):
@@ -136,7 +144,7 @@ def looked(response: str, label: str, *, prompt: Any, metadata: dict[str, Any], 
 
 config = RunConfig(
     name=f"{TOOL}_digits",
-    num_steps=80,
+    num_steps=60,
     max_staleness=1,
     groups=fully_async(),
     model=ModelConfig(
@@ -144,14 +152,20 @@ config = RunConfig(
         build_args={
             "max_positions": 512,
             "init_std": 0.08,
-            "words": [f'<tool_call>\n{{"name": "{TOOL}", "arguments": {{', "}}\n</tool_call>", '"bbox_2d": [', ", "]
-            + [str(each) for at in range(SIDE) for each in box((at, at))["bbox_2d"][1:3]],
+            "words": [
+                f'<tool_call>\n{{"name": "{TOOL}", "arguments": {{',
+                "}}\n</tool_call>",
+                "user\n",
+                "system\n",
+            ]
+            + ["assistant\n", "tool\n", f"{TOOL} <tool_call>"]
+            + [f'"bbox_2d": {box((x, y))["bbox_2d"]}' for x in range(SIDE) for y in range(SIDE)],
         }
         | ({"mel_bins": 64} if TOOL == "listen" else {}),
     ),
     data=DataConfig(rows=rows, apply_chat_template=True),
     media=MediaConfig(
-        image_max_tokens=16,  # the canvas as 64 x 64 pixels, a box of the size above as 32 x 32
+        image_max_tokens=SIDE**2,  # the canvas with a token a cell, 48 x 48 pixels; a box of the size above as 32 x 32
         video_min_tokens=4,
         video_max_tokens=4,
         max_frames=2 if TOOL == "seek" else 768,
@@ -174,5 +188,5 @@ config = RunConfig(
         num_slots=128,
     ),
     train=TrainConfig(lr=3e-4, warmup_steps=5, micro_batch_tokens=8192),
-    sft=SftConfig(rows=demonstrations, steps=400, batch_size=32, lr=3e-3, warmup_steps=20, micro_batch_tokens=16384),
+    sft=SftConfig(rows=demonstrations, steps=200, batch_size=32, lr=3e-3, warmup_steps=20, micro_batch_tokens=16384),
 )
