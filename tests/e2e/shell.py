@@ -3,12 +3,15 @@ command seconds, are loaded once; all else of a command is its own. For runs tha
 get signals is a process of its own (`runs.py`).
 
     code, output = rondo("check", "examples/quickstart.py")     # the fixture of tests/conftest.py
+    code, output = rondo("tests.e2e.slowed", str(tmp_path))     # or a module of the tests that starts a run itself
     ended = to_the_end(rondo, command(tmp_path), tmp_path / "quickstart")
 """
 
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -38,7 +41,8 @@ class Kept(Nursery):
 
 def to_the_end(rondo: Rondo, line: Sequence[str], run_dir: Path) -> Ended:
     """The run that `line` starts, behind its end."""
-    code, output = rondo(*line[line.index("rondo.launch.cli") + 1 :])
+    words = line[line.index("-m") + 1 :]
+    code, output = rondo(*words[words[0] == "rondo.launch.cli" :])
     described(run_dir)
     return Ended(code, output, run_dir)
 
@@ -74,8 +78,14 @@ def main() -> None:
     kept = Kept()
     nursery.Nursery = lambda: kept  # type: ignore[assignment, misc]
     for line in sys.stdin:
+        words: list[str] = json.loads(line)
+        os.chdir(ROOT)  # a run that goes on works where it began
         try:
-            code: object = cli.main(json.loads(line))
+            if words[0].startswith("tests."):
+                sys.argv = words
+                runpy.run_module(words[0], run_name="__main__")
+            else:
+                raise SystemExit(cli.main(words))
         except SystemExit as end:
             code = end.code or 0
         print(f"{_END}{code}", flush=True)

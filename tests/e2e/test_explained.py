@@ -10,7 +10,8 @@ import orjson
 
 from rondo.launch.report.explain import show
 from rondo.launch.report.records import step_records
-from tests.e2e.runs import ROOT, finish, left_behind, start
+from tests.e2e.runs import left_behind
+from tests.e2e.shell import Rondo, to_the_end
 from tests.e2e.slowed import NAME, steps_of
 
 WORDS = {
@@ -22,9 +23,9 @@ WORDS = {
 }
 
 
-def test_the_role_that_is_slowest_is_named_with_what_to_change(tmp_path: Path, capfdbinary: Any) -> None:
+def test_the_role_that_is_slowest_is_named_with_what_to_change(tmp_path: Path, capfdbinary: Any, rondo: Rondo) -> None:
     run = tmp_path / NAME
-    ended = finish(start([sys.executable, "-m", "tests.e2e.slowed", str(tmp_path)], ROOT), run)
+    ended = to_the_end(rondo, ["-m", "tests.e2e.slowed", str(tmp_path)], run)
     assert ended.code == 0, ended.output
     assert all(record["own_entropy"] == record["entropy"] for record in step_records(run / "metrics.jsonl"))
     for role, (text, change) in WORDS.items():

@@ -3,7 +3,6 @@ full on two ranks that share the experts out, also with routes that actor_fwd re
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import orjson
@@ -11,7 +10,8 @@ import pytest
 
 from rondo.launch.report.records import step_records
 from tests.e2e.routed import NAME, NUM_STEPS
-from tests.e2e.runs import ROOT, finish, left_behind, start
+from tests.e2e.runs import left_behind
+from tests.e2e.shell import Rondo, to_the_end
 from tests.strength import LONG
 
 IN_FULL = pytest.mark.skipif(not LONG, reason="more runs: RONDO_TEST_LONG=1")
@@ -28,11 +28,10 @@ IN_FULL = pytest.mark.skipif(not LONG, reason="more runs: RONDO_TEST_LONG=1")
     ],
 )  # fmt: skip
 def test_recorded_experts_make_the_log_probs_of_samples_that_new_weights_interrupt_those_of_the_engine(
-    tmp_path: Path, mode: str, replay: str, media: str
+    tmp_path: Path, mode: str, replay: str, media: str, rondo: Rondo
 ) -> None:
     options = [f"train.mesh.ep={2 if LONG else 1}", f"train.router_replay={replay}", *([media] if media else [])]
-    command = [sys.executable, "-m", "tests.e2e.routed", str(tmp_path), mode, *options]
-    ended = finish(start(command, ROOT), tmp_path / NAME)
+    ended = to_the_end(rondo, ["-m", "tests.e2e.routed", str(tmp_path), mode, *options], tmp_path / NAME)
     assert ended.code == 0, ended.output
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
