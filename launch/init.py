@@ -164,8 +164,7 @@ def _lines(fields: Mapping[str, str]) -> str:
 
 _DIGITS = '''def rows(num_rows: int = 4000) -> list[dict[str, str]]:
     """Digits to sort: {"prompt": "s3142>", "label": "1234"}."""
-    draw = random.Random(0)
-    digits = ["".join(draw.choices("0123456789", k=4)) for _ in range(num_rows)]
+    digits = [f"{each:04}" for each in random.Random(0).sample(range(10_000), num_rows)]
     return [{"prompt": f"s{each}>", "label": "".join(sorted(each))} for each in digits]
 '''
 _SUMS = '''def rows(num_rows: int = 2000) -> list[dict[str, str]]:

@@ -319,8 +319,8 @@ def main(
         alone = next(iter(dashboard.runs.values())).path if len(dashboard.runs) == 1 and tls is None else None
         try:
             known = "" if given else f"#token={token}"
-            print(f"runs {', '.join(dashboard.runs)}: {dashboard.http.url}/{known}", flush=True)
             with contextlib.nullcontext() if alone is None else noted(alone, dashboard.http.url, token):
+                print(f"runs {', '.join(dashboard.runs)}: {dashboard.http.url}/{known}", flush=True)
                 await stopped.wait()
         finally:
             await dashboard.close()

@@ -38,6 +38,9 @@ const marks = (values) => {
 };
 const WHOLE = [1, 2, 5].flatMap((each) => Array.from({ length: 12 }, (_, power) => each * 10 ** power)).sort((a, b) => a - b);
 
+// A little more than the values take; of one value alone, half of it and as much again.
+const around = (_, low, high) => (low === null ? [0, 1] : low === high ? [low - (Math.abs(low) || 2) / 2, high + (Math.abs(low) || 2) / 2] : uPlot.rangeNum(low, high, 0.1, true));
+
 // curves: [{label, colour, x, mean, min?, max?, points?}]. Returns the chart, which `resize` fits to its place.
 export function chart(place, curves, { smoothing = 0, log = false, height = 180, xlabel = "step", zoom = null, sync = "curves" } = {}) {
   const { x, on: onto } = joined(curves);
@@ -62,7 +65,7 @@ export function chart(place, curves, { smoothing = 0, log = false, height = 180,
   const numbers = (_, values) => marks(values), room = (_, values) => 18 + 6.5 * Math.max(4, ...(values ?? []).map((value) => value.length));
   const options = {
     width: Math.max(place.clientWidth, 120), height, padding: [10, 12, 0, 0],
-    scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: { distr: log ? 3 : 1 } },
+    scales: { x: { time: false, range: (_, low, high) => (low === high ? [low - 1, high + 1] : [low, high]) }, y: log ? { distr: 3 } : { range: around } },
     axes: [{ ...axis, values: numbers, incrs: WHOLE, space: 60, size: 30 }, { ...axis, values: numbers, size: room }],
     cursor: { sync: { key: sync }, drag: { x: true, y: false, setScale: !zoom }, points: { size: 7 } },
     legend: { live: true }, series, bands,

@@ -36,7 +36,7 @@ export const bytes = (value) => {
 
 export function seconds(value) {
   if (typeof value !== "number" || Number.isNaN(value)) return "–";
-  if (value < 1) return `${number(value * 1000, 3)} ms`;
+  if (value < 1) return `${value < 1e-6 ? 0 : number(value * 1000, 3)} ms`;
   if (value < 100) return `${number(value, 3)} s`;
   const whole = Math.round(value), hours = Math.floor(whole / 3600), minutes = Math.floor((whole % 3600) / 60);
   return hours ? `${hours} h ${minutes} min` : `${minutes} min ${whole % 60} s`;

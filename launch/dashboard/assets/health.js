@@ -38,8 +38,14 @@ export async function health(place, state) {
 
 const left = (wait) => (wait.deadline_s === null ? "–" : el("span", { class: wait.seconds > 0.8 * wait.deadline_s ? "badge bad" : "quiet" }, seconds(Math.max(0, wait.deadline_s - wait.seconds))));
 
+// Equal waits, of many samples say, are one row: how many, and the one that has lasted longest.
 function waits(told) {
-  if (told.waits.length) return card("Who waits for what", table(["who", "for what", "of whom", "for", "deadline", "left"], told.waits.map((each) => [each.waiter, each.name, each.peer, seconds(each.seconds), each.deadline_s === null ? "none" : seconds(each.deadline_s), left(each)])));
+  const longest = new Map();
+  for (const each of told.waits) {
+    const key = JSON.stringify([each.waiter, each.name, each.peer]), known = longest.get(key) ?? { ...each, num: 0 };
+    longest.set(key, { ...(each.seconds > known.seconds ? each : known), num: known.num + 1 });
+  }
+  if (longest.size) return card("Who waits for what", table(["who", "for what", "of whom", "waits", "for", "deadline", "left"], [...longest.values()].map((each) => [each.waiter, each.name, each.peer, number(each.num), seconds(each.seconds), each.deadline_s === null ? "none" : seconds(each.deadline_s), left(each)])));
   const sums = Object.entries(told.waits_s).map(([role, waited]) => [role, Object.entries(waited).sort((a, b) => b[1] - a[1]).slice(0, 5).map(([name, value]) => `${name} ${seconds(value)}`).join(", ")]);
   return card(sums.length ? "What was waited for longest, over the whole run, by all who waited at once" : "Who waits for what", sums.length ? table(["role", "waits"], sums) : empty(told.unanswered ?? "Nobody waits now."));
 }
