@@ -94,7 +94,7 @@ $(OPENENV_VENV)/.ready:
 	touch $@
 
 # The page of `rondo view`, where there is a Chromium, such as Debian's `chromium`; BROWSER_PICTURES=FOLDER keeps what it looked like.
-test-browser: $(READY) $(BROWSER_VENV)/.ready  ## half a minute
+test-browser: $(READY) $(BROWSER_VENV)/.ready  ## two minutes
 	BROWSER_PYTHON=$(abspath $(BROWSER_VENV))/bin/python $(BIN)/python -m pytest tests/browser $(OPTIONS)
 
 $(BROWSER_VENV)/.ready:

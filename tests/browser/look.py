@@ -1,6 +1,7 @@
 """Looks at the page as people do: a browser, in an environment of its own, opens every view and tells what it saw as JSON.
 
 python look.py BROWSER ADDRESS FOLDER       pictures of every view go to FOLDER, light, dark and as wide as a phone
+                                ... views   and nothing but the views is looked at
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def see(page: Page, address: str, view: str) -> dict[str, Any]:
     return dict(page.evaluate(SEEN))
 
 
-def main(browser_path: str, address: str, folder: str) -> None:
+def main(browser_path: str, address: str, folder: str, what: str = "") -> None:
     root = address.partition("#")[0]
     Path(folder).mkdir(parents=True, exist_ok=True)
     told: dict[str, Any] = {"console": [], "elsewhere": [], "views": {}}
@@ -64,7 +65,7 @@ def main(browser_path: str, address: str, folder: str) -> None:
             for view in VIEWS:
                 told["views"][f"{look} {view}"] = see(page, root, view)
                 page.screenshot(path=f"{folder}/{look}-{view.replace('?', '-')}.png")
-            if look == "light":
+            if look == "light" and what != "views":
                 told["keys"] = keys(page)
                 told["tokens"] = tokens(page, root, folder)
         browser.close()

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import shutil
+import sys
 import wave
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from rondo.launch import init
 from rondo.launch.dashboard.server import Dashboard
 from rondo.launch.rundir import RunDir
 from rondo.roles.data.originals import Originals
@@ -91,6 +93,21 @@ class Live:
     def stop(self, reason: str, *, quick: bool) -> None: ...
 
 
+async def looked(address: str, pictures: Path, *what: str) -> dict[str, Any]:
+    """What the browser saw, of which every view is whole."""
+    arguments = (str(LOOK), BROWSER, address, str(pictures), *what)
+    looking = await asyncio.create_subprocess_exec(PYTHON, *arguments, stdout=asyncio.subprocess.PIPE)
+    out, _ = await looking.communicate()
+    assert looking.returncode == 0
+    told: dict[str, Any] = json.loads(out)
+    assert (told["console"], told["elsewhere"]) == ([], [])
+    for view, seen in told["views"].items():
+        found = seen["wide"], seen["overflow"] <= 0, seen["scripts"], seen["blank"], seen["trouble"]
+        assert found == ([], True, 0, 0, ""), view
+        assert len(seen["text"]) > 100 and "owned" not in seen["title"], view
+    return told
+
+
 async def test_every_view_of_a_live_and_a_finished_run_in_a_browser(tmp_path: Path) -> None:
     finished = a_run(tmp_path, "finished", steps=30)
     token, admin = "t" * 64, AdminServer(AdminConfig(), Live(), token="t" * 64)
@@ -126,27 +143,11 @@ async def test_every_view_of_a_live_and_a_finished_run_in_a_browser(tmp_path: Pa
         await dashboard.http.start(bind("127.0.0.1", 0, "--port"))
         pictures = Path(os.environ.get("BROWSER_PICTURES", str(tmp_path / "pictures")))
         try:
-            arguments = (BROWSER, f"{dashboard.http.url}/#token={token}", str(pictures))
-            looking = await asyncio.create_subprocess_exec(
-                PYTHON, str(LOOK), *arguments, stdout=asyncio.subprocess.PIPE
-            )
-            out, _ = await looking.communicate()
+            told = await looked(f"{dashboard.http.url}/#token={token}", pictures)
         finally:
             await dashboard.close()
             await admin.close()
-    assert looking.returncode == 0
-    told = json.loads(out)
-    assert (told["console"], told["elsewhere"]) == ([], [])
     assert told["keys"] == ["overview", "curves", "timeline", "samples", "evaluation", "health", "bus", "memory"]
-    for view, seen in told["views"].items():
-        assert (seen["wide"], seen["overflow"] <= 0, seen["scripts"], seen["blank"], seen["trouble"]) == (
-            [],
-            True,
-            0,
-            0,
-            "",
-        ), view
-        assert len(seen["text"]) > 100 and "owned" not in seen["title"], view
     light = {view: told["views"][f"light {view}"]["text"] for view in ("overview", "health", "bus", "samples?failed=1")}
     assert "The run goes on." in light["overview"] and "The run is done" in light["overview"]
     assert "actor and rollout take turns: each waits for the other." in light["overview"]
@@ -166,3 +167,54 @@ async def test_every_view_of_a_live_and_a_finished_run_in_a_browser(tmp_path: Pa
         each >= least for each, least in zip(tokens["colours"], (5, 2, 2, 1), strict=True)
     )
     assert HOSTILE[:60] in light["samples?failed=1"] and "\\u202e" in light["samples?failed=1"]
+
+
+async def test_every_view_of_a_run_that_trains_and_of_the_same_when_it_has_ended(tmp_path: Path) -> None:
+    rondo, run, config = (sys.executable, "-m", "rondo.launch.cli"), tmp_path / "mine", tmp_path / "mine.py"
+    answers = {
+        "machine": "laptop",
+        "modality": "text",
+        "model": "tiny",
+        "data": "made",
+        "reward": "own",
+        "algorithm": "grpo",
+    }
+    init.main(config, **dict.fromkeys(init.QUESTIONS) | answers)
+    settings = (
+        f"run_dir={tmp_path}",
+        "num_steps=5000",
+        "samples.keep=1.0",
+        "evaluation.every=3",
+        "evaluation.num_prompts=8",
+    )
+    sets = [word for each in settings for word in ("--set", each)]
+    piped: dict[str, Any] = {"stdout": asyncio.subprocess.PIPE}
+    training = await asyncio.create_subprocess_exec(*rondo, "train", str(config), "--plain", *sets, **piped)
+    assert training.stdout is not None
+    while b" step=7/" not in (line := await training.stdout.readline()):
+        assert line, "the run has ended"
+    rest = asyncio.create_task(training.stdout.read())
+    viewing = await asyncio.create_subprocess_exec(*rondo, "view", str(run), "--port", "0", **piped)
+    try:
+        assert viewing.stdout is not None
+        address = (await viewing.stdout.readline()).decode().split()[-1]
+        pictures = Path(os.environ.get("BROWSER_PICTURES", str(tmp_path / "pictures")))
+        live = await looked(address, pictures / "live", "views")
+        assert training.returncode is None
+        stopping = await asyncio.create_subprocess_exec(*rondo, "stop", str(run))
+        assert (await stopping.wait(), await training.wait()) == (0, 75)
+        over = await looked(address, pictures / "over", "views")
+    finally:
+        for each in (training, viewing):
+            if each.returncode is None:
+                each.terminate()
+                await each.wait()
+        await rest
+    for told, words in ((live, "The run goes on."), (over, "The run was stopped, and can be resumed.")):
+        seen = {view: each["text"] for view, each in told["views"].items()}
+        assert words in seen["light overview"] and "Its critical path" in seen["dark timeline"]
+        assert "kept samples, newest first" in seen["phone samples"] and "held_out mean@1" in seen["light evaluation"]
+        assert "actor-0" in seen["light health"] and "Seconds between commits" in seen["phone bus"]
+        assert "segments" in seen["dark memory"]
+    assert "Versions proved" in live["views"]["light bus"]["text"] and "left" in live["views"]["phone overview"]["text"]
+    assert "Balance of samples" in over["views"]["light bus"]["text"]
