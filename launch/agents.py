@@ -9,7 +9,8 @@ process (`roles/sampling/agent_programs.py`): that is what `rollout.agent.comman
     POST /episodes -> session, key, row -> python agent.py -> its end: exit 0 and its output, or what went wrong
 
 Invariant: a sample that was taken is ended: by its program, or by what is told of it here, at a stop too. Replicas that come and
-go are found again; with --run it ends with the run, with --url when nobody has answered for a minute.
+go are found again; with --run it ends with the run, with --url when nobody has answered for a minute, and before the run's first
+answer, which a warm-up may put off, for as long as it is told to wait.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ _ANSWER_S = 30.0
 """A replica that is busy answers so late, beside that."""
 _AGAIN_S = 1.0
 _GONE_S = 60.0
+_PROGRESS_S = 30.0
 _TELL_S = 5.0
 """What is told at a stop may take so long."""
 
@@ -57,28 +59,33 @@ class _Place:
         return True if self.cert is None else client_context(Path(self.cert))
 
 
-def main(command: Sequence[str], run: Path, urls: Sequence[str], token_file: Path | None, processes: int) -> int:
-    """0 at the end of the run, 1 where nobody has answered."""
+def main(
+    command: Sequence[str], run: Path, urls: Sequence[str], token_file: Path | None, processes: int, timeout: float
+) -> int:
+    """0 at the end of the run, 1 where nobody has answered in `timeout` seconds."""
     command = command[1:] if command[:1] == ["--"] else command
     if not command:
         raise ConfigError("COMMAND must be the program that makes a sample, got nothing. Add: -- python agent.py")
     if processes < 1:
         raise ConfigError(f"--processes must be at least 1, got {processes}. Change it")
+    if not 0 < timeout < float("inf"):
+        raise ConfigError(f"--timeout must be a number of seconds above 0, got {timeout}. Change it")
     if urls and token_file is None:
         raise ConfigError("--token-file must come with --url: the token of rollout.agent.elsewhere, got none. Name it")
-    taking = _Taking(tuple(command), existing_run(run) if not urls else None, urls, token_file, processes)
+    taking = _Taking(tuple(command), existing_run(run) if not urls else None, urls, token_file, processes, timeout)
     return asyncio.run(taking.until_over())
 
 
 class _Taking:
     def __init__(
-        self, command: tuple[str, ...], run: Path | None, urls: Sequence[str], token_file: Path | None, processes: int
-    ) -> None:
-        self._command, self._run, self._processes = command, run, processes
+        self, command: tuple[str, ...], run: Path | None, urls: Sequence[str], token_file: Path | None, processes: int,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._command, self._run, self._processes, self._timeout_s = command, run, processes, timeout_s
         token = "" if token_file is None else read_token_file(token_file, "--token-file")
         self._places = [_Place(url.rstrip("/"), token) for url in urls]
         self._stopped = asyncio.Event()
-        self._heard_at = time.monotonic()
+        self._heard_at, self._has_heard, self._next_s = time.monotonic(), False, _PROGRESS_S
         self._num_taken = self._num_failed = 0
 
     async def until_over(self) -> int:
@@ -121,10 +128,25 @@ class _Taking:
             if told is not None:
                 self._num_taken += 1
                 await self._make(link, place, told)
-            elif self._run is None and time.monotonic() - self._heard_at > _GONE_S:
-                if not self._num_taken:
-                    raise RondoError(f"--url must be of a run that gives out samples, got no answer for {_GONE_S:g} s")
+            elif self._is_gone():
                 return
+            elif not places:
+                await asyncio.sleep(_AGAIN_S)
+
+    def _is_gone(self) -> bool:
+        """Whether nobody will answer any more; tells how long nobody has. RondoError where nobody ever did."""
+        silent_s = time.monotonic() - self._heard_at
+        if self._has_heard:
+            return self._run is None and silent_s > _GONE_S
+        if self._run is None and silent_s > self._timeout_s:
+            raise RondoError(
+                f"--url must be of a run that gives out samples, got no answer for {self._timeout_s:g} s. Correct it, or raise "
+                "--timeout for a run that takes longer to begin"
+            )
+        if silent_s > self._next_s:
+            self._next_s += _PROGRESS_S
+            print(f"waiting for the run to begin: no answer for {silent_s:.0f} s", file=sys.stderr, flush=True)
+        return False
 
     def _found(self) -> Iterator[_Place]:
         """Who gives out samples now."""
@@ -153,7 +175,7 @@ class _Taking:
         except (aiohttp.ClientConnectionError, TimeoutError):
             await asyncio.sleep(_AGAIN_S)
             return None
-        self._heard_at = time.monotonic()
+        self._heard_at, self._has_heard = time.monotonic(), True
         if status in (401, 403, 404):
             raise RondoError(f"{place.url} must be where rollout.agent.elsewhere listens, got: {told}")
         if status != 200:

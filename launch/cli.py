@@ -416,6 +416,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     add("--token-file", metavar="FILE", type=Path, help="of --url: a file (mode 0600) with the token of the settings")
     add("--processes", type=int, default=8, metavar="N", help="programs that run at once (default 8)")
+    text = "of --url: how long the run may take to its first answer (default 3600)"
+    add("--timeout", type=float, default=3600.0, metavar="S", help=text)
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what rollout.agent.command would be")
     add = verb("bus", bus, "Serve a bus of its own to programs on this node, which join by its folder.")
     add("folder", metavar="FOLDER", type=Path, help="made where it is not there; a short path")

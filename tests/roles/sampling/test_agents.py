@@ -20,6 +20,7 @@ import pytest
 from pydantic import ValidationError
 
 from rondo.comm.bus.group import NO_VERSION
+from rondo.launch import agents as commanded
 from rondo.models.tiny.tokenizer import END_OF_TURN, build_tokenizer
 from rondo.roles.config import JobConfig
 from rondo.roles.data.datasets import Row, RowError
@@ -32,7 +33,7 @@ from rondo.roles.sampling.episode import Limits, Made, SampleRow
 from rondo.roles.sampling.evaluation import limits_of, scored
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.workflow import Client, Context
-from rondo.runtime.errors import Closed
+from rondo.runtime.errors import Closed, RondoError
 from rondo.runtime.processes.process import below, stat
 from tests.roles.serve.serving import in_thread, until
 
@@ -460,6 +461,23 @@ elif number == 2:
     ]  # fmt: skip
     assert process.returncode == 0 and said.decode() == "took 4 samples, of which 1 failed\n"
     assert "no such thing" in wrong.decode()
+
+
+def test_the_command_waits_for_a_run_to_begin_as_long_as_it_is_told_and_says_so(
+    elsewhere: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = Path(elsewhere["token_file"])
+    taking = commanded._Taking(("true",), None, ["http://127.0.0.1:9"], token, 1, timeout_s=1000)
+    for _ in range(4):
+        taking._heard_at -= 200
+        assert not taking._is_gone()
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 4 and all(each.startswith("waiting for the run to begin: no answer for ") for each in said)
+    taking._heard_at -= 200
+    with pytest.raises(RondoError, match=r"got no answer for 1000 s\. Correct it, or raise --timeout"):
+        taking._is_gone()
+    taking._has_heard = True  # and then no more
+    assert taking._is_gone()
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------------------
