@@ -23,13 +23,11 @@ def draw(run: Path, out: Path | None = None) -> Path:
     if not steps:
         raise ConfigError(f"RUN must have finished a step, got {run} without any in metrics.jsonl. Let it run longer")
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
         raise ConfigError(f"plots need matplotlib, got no such package. Install it: {INSTALL}") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (reward, staleness, seconds) = pyplot.subplots(3, 1, sharex=True, figsize=(8, 9), layout="constrained")
+    figure = Figure(figsize=(8, 9), layout="constrained")
+    reward, staleness, seconds = figure.subplots(3, 1, sharex=True)
     figure.suptitle(run.resolve().name)
     _line(reward, steps, "reward_mean", "training samples")
     for name, points in evaluation_lines(evaluations).items():
@@ -58,7 +56,6 @@ def draw(run: Path, out: Path | None = None) -> Path:
             axes.legend()
     out = out or run / "curves.png"
     figure.savefig(out, dpi=120)
-    pyplot.close(figure)
     return out
 
 
