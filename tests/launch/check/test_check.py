@@ -27,6 +27,7 @@ from rondo.roles.data.datasets import Row
 from rondo.roles.streams import media_bytes, row_bytes
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision.nursery import Nursery
+from tests.e2e.shell import Kept
 from tests.launch import configs
 from tests.models.builders import default_folder
 
@@ -43,17 +44,11 @@ def make(tmp_path: Path) -> Make:
     return made
 
 
-class Kept(Nursery):
-    """Outlives the looks that it is given to."""
-
-    def __exit__(self, *_: object) -> None: ...
-
-
 @pytest.fixture(scope="module")
 def nursery() -> Iterator[Nursery]:
     kept = Kept()
     yield kept
-    kept.close()
+    Nursery.close(kept)
 
 
 def errors(findings: list[Finding]) -> list[str]:
