@@ -19,6 +19,7 @@ import hashlib
 import logging
 import os
 import tempfile
+import threading
 import time
 import weakref
 from collections import deque
@@ -139,11 +140,11 @@ def _scan(file: File) -> Iterator[tuple[np.ndarray, np.ndarray]]:
 
     Threads look through parts beside each other: neither reading nor numpy's searches hold Python's lock."""
     end, parts = file.num_bytes, deque[Future[tuple[np.ndarray, np.ndarray]]]()
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)))
+    threads, buffers = min(_MOST_THREADS, len(os.sched_getaffinity(0))), _Buffers()
     with file.current_path().open("rb") as text, ThreadPoolExecutor(threads) as scanning:
         # Lines that come while it is scanned are not of the file as it was opened.
         for first in range(0, end, _SCAN_BYTES):
-            parts.append(scanning.submit(_scan_part, text.fileno(), first, end))
+            parts.append(scanning.submit(_scan_part, text.fileno(), first, end, buffers))
             if len(parts) > 2 * threads:  # what is found and not yet taken lies in memory
                 yield parts.popleft().result()
         yield from (part.result() for part in parts)
@@ -151,11 +152,18 @@ def _scan(file: File) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     yield np.array([end + (not ends_line)]), np.zeros(0, np.int64)
 
 
-def _scan_part(fd: int, first: int, end: int) -> tuple[np.ndarray, np.ndarray]:
+class _Buffers(threading.local):
+    """What a thread looks through, and where newlines are: to ask for memory for each part costs more than to look through it."""
+
+    def __init__(self) -> None:
+        self.text, self.newlines = np.empty(_SCAN_BYTES + 1, np.uint8), np.empty(_SCAN_BYTES, bool)
+
+
+def _scan_part(fd: int, first: int, end: int, buffers: _Buffers) -> tuple[np.ndarray, np.ndarray]:
     """As `_scan`, of the lines behind the newlines of one part, and of the file's first."""
-    found = np.frombuffer(os.pread(fd, min(_SCAN_BYTES + 1, end - first), first), np.uint8)
+    found = buffers.text[: os.preadv(fd, [buffers.text[: end - first]], first)]
     # The last byte is the next part's, with which the line behind a last newline begins; at the end of the file there is none.
-    begins = np.flatnonzero(found[:-1] == ord("\n")) + 1
+    begins = np.flatnonzero(np.equal(found[:-1], ord("\n"), out=buffers.newlines[: max(0, len(found) - 1)])) + 1
     if first == 0 and len(found):
         begins = np.insert(begins, 0, 0)
     # A row is a JSON object, which begins with a brace: only lines that begin otherwise are read while scanning.
