@@ -55,10 +55,8 @@ class Episode:
     open = most = 0
     tool_s = 0.0
 
-    def __init__(self) -> None:
-        self.reward = float(random.random() < 0.5)
-
     async def reset(self) -> None:
+        self.reward = float(random.random() < 0.5)
         Episode.open += 1
         Episode.most = max(Episode.most, Episode.open)
 
@@ -72,6 +70,14 @@ class Episode:
         Episode.tool_s += seconds
         await asyncio.sleep(seconds)
         return f"found {query}"
+
+    async def snapshot(self) -> float:
+        return self.reward
+
+    async def restore(self, state: float) -> None:
+        self.reward = state
+        Episode.open += 1
+        Episode.most = max(Episode.most, Episode.open)
 
     async def close(self) -> None:
         Episode.open -= 1

@@ -58,11 +58,14 @@ class Chat:
         """The conversation up to where the policy goes on. Control tokens that somebody spells since the row are marked
         (`models/control_tokens.py`). RowError for messages that the template does not take."""
         shown = [of_text(message) for message in messages]
-        shown = [
-            each if each["role"] == "assistant" or each in self.begin else spelt(self.tokenizer, each) for each in shown
-        ]
+        return self._written([each if each in self.begin else self._spelt(each) for each in shown])
+
+    def _spelt(self, message: Message) -> Message:
+        return message if message["role"] == "assistant" else spelt(self.tokenizer, of_text(message))
+
+    def _written(self, messages: Sequence[Message]) -> str:
         try:
-            written = self.tokenizer.apply_chat_template(shown, tokenize=False, **self.args)
+            written = self.tokenizer.apply_chat_template([*map(of_text, messages)], tokenize=False, **self.args)
         except Exception as error:  # whatever the template makes of somebody's messages is about these
             raise RowError(
                 f"{self.name}: what is said must suit the chat template, got {type(error).__name__}: {error}. Correct it"
@@ -74,7 +77,7 @@ class Chat:
         not extend. RowError where it leaves out what they say."""
         stand_ins = [_stand_in(message) for message in before]
         start, reply = self._start(stand_ins, said), stand_ins[-1]["content"]
-        whole = self.prompt([*stand_ins, *said])
+        whole = self._written([*stand_ins, *map(self._spelt, said)])
         behind = whole[len(start) :].lstrip() if whole.startswith(start) else ""
         return behind[len(reply) :] if behind.startswith(reply) else None
 
@@ -89,16 +92,16 @@ class Chat:
             return self._looked(stand_ins, said)
 
     def _looked(self, stand_ins: Sequence[Message], said: Sequence[Message]) -> str:
-        whole = self.prompt([*stand_ins, *said])
+        whole = self._written([*stand_ins, *said])
         for at, each in enumerate(said):
             content = each["content"]
             other = {**each, "content": [*content, _TEXT] if isinstance(content, list) else f"{content}U"}
-            if whole == self.prompt([*stand_ins, *said[:at], other, *said[at + 1 :]]):
+            if whole == self._written([*stand_ins, *said[:at], other, *said[at + 1 :]]):
                 raise RowError(
                     f"{self.name}: what is said must suit the chat template, which leaves out what a message of role "
                     f"{each['role']!r} says. Say it in another role"
                 )
-        return self.prompt(stand_ins[:-1])
+        return self._written(stand_ins[:-1])
 
 
 @functools.lru_cache(1024)

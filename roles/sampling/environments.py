@@ -225,7 +225,9 @@ class Environments:
         if whose == self._name or inspect.iscoroutinefunction(tool):
             try:
                 value = await self._call(context, whose, tool, **arguments)
-                return await asyncio.to_thread(tools.answered, value)
+                return (
+                    tools.answered(value) if isinstance(value, str) else await asyncio.to_thread(tools.answered, value)
+                )
             except _Raised as error:
                 return tools.failed(error.raised)
             except EnvironmentFailed as error:
@@ -249,7 +251,8 @@ class Environments:
         if self._factory is None:
             yield None
             return
-        environment = await self._call(context, self._name, self._factory)
+        plain = getattr(self._factory, "__init__", None) is object.__init__  # which a thread would take longer to begin
+        environment = self._factory() if plain else await self._call(context, self._name, self._factory)
         try:
             yield environment
         finally:

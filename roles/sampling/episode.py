@@ -31,7 +31,7 @@ import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -47,11 +47,13 @@ from rondo.roles.engines.engine import Completion, FinishReason, Prefix, Request
 from rondo.roles.sampling.kept_turns import place_of
 from rondo.runtime.errors import ConfigError
 
+T = TypeVar("T")
 Ask = Callable[[Request], Awaitable[Completion]]
 Look = Callable[[str, Sequence[MediaRef], int], Awaitable[tuple[np.ndarray, MediaInputs | None]]]
 """Text with places of media, these, and what bytes they may take: tokens int32 [T], and what became of them."""
 _BESIDE_BYTES = 1 << 10
 """Of what is told of the media of one turn, beside their arrays."""
+_SHORT = 2048
 _NO_TOKENS = np.zeros(0, np.int32)
 
 
@@ -265,7 +267,7 @@ class Episode:
             self._ended = done.finish_reason
         tokens = done.tokens[begin:]
         closed = done.finish_reason == "stop" and len(tokens) and int(tokens[-1]) in row.request.params.stop_token_ids
-        written = functools.partial(_text_of, shared.tokenizer, tokens[:-1] if closed else tokens)
+        written = _written(shared.tokenizer, tokens[:-1] if closed else tokens)
         row.reply.append(written)
         return Turn(tokens, done.finish_reason, written)
 
@@ -294,14 +296,16 @@ class Episode:
             chat = self._chat()
             said, refs = with_parts(chat.name, said)
             whole, refs = [*row.said, *said], (*row.refs, *refs)
-            text = await asyncio.to_thread(chat.behind, row.conversation, whole)
+            text, written = await _beside(
+                self._following, chat, row.conversation, whole, read=not refs, size=_size(whole)
+            )
             if text is None:
                 why = "a chat template that rewrites earlier turns"
                 if self._sees() or shared.limits.max_turn_bytes:  # it depends on what was said, such as a thought
                     raise Unseen(f"sample {self.number}: one with media must have one row, got another by {why}")
                 await self._anew([*row.conversation, *whole], why)
                 return
-            between, media = await self._looked(text, refs) if refs else (await self._encoded(text), None)
+            between, media = await self._looked(text, refs) if refs else (written, None)
             ended = row.done is not None and not len(row.heard) and row.done.tokens[-1:].tolist()
             closed = bool(ended) and ended == between[:1].tolist()  # the policy has closed its turn itself
             row.said, row.refs, row.between = whole, refs, between[closed:]
@@ -385,6 +389,13 @@ class Episode:
         check_text(chat.name, begins)
         return await self._encoded(await asyncio.to_thread(chat.prompt, begins)), list(begins), []
 
+    def _following(
+        self, chat: Chat, before: Sequence[Message], said: Sequence[Message], read: bool
+    ) -> tuple[str | None, np.ndarray]:
+        """What the template writes of what is said behind a reply, as `Chat.behind`, and where it is read as text its tokens."""
+        text = chat.behind(before, said)
+        return text, _NO_TOKENS if text is None or not read else encoded(self._shared.tokenizer, text)
+
     def _open(
         self,
         path: tuple[int, ...],
@@ -446,8 +457,18 @@ class Episode:
             shared.further()
 
     async def _encoded(self, text: str) -> np.ndarray:
-        """Beside the loop, since what tools say may be long."""
-        return await asyncio.to_thread(encoded, self._shared.tokenizer, text)
+        return await _beside(encoded, self._shared.tokenizer, text, size=len(text))
+
+
+async def _beside(function: Callable[..., T], *args: Any, size: int, **keywords: Any) -> T:
+    """Beside the loop, since what tools say may be long; in it what has so few characters that a thread would take longer."""
+    call = functools.partial(function, *args, **keywords)
+    return call() if size <= _SHORT else await asyncio.to_thread(call)
+
+
+def _size(messages: Sequence[Message]) -> int:
+    """Of what is said, in characters: media are as long as can be."""
+    return sum(len(text) if isinstance(text := each.get("content"), str) else _SHORT + 1 for each in messages)
 
 
 def unsaid(prompt: np.ndarray) -> SampleRow:
@@ -463,5 +484,13 @@ def _answered(row: _Row) -> tuple[tuple[int, MediaInputs], ...]:
     return tuple((at, media) for at, media in row.shown if at + media.positions.shape[1] <= end)
 
 
-def _text_of(tokenizer: Any, tokens: np.ndarray, **options: Any) -> str:
-    return str(tokenizer.decode(tokens.tolist(), **options))
+def _written(tokenizer: Any, tokens: np.ndarray) -> Callable[..., str]:
+    """What says these tokens as text, or with `skip_special_tokens` without special ones; decoded once, when it is asked."""
+    said = tokens.tolist()
+    texts = functools.cache(lambda skips: str(tokenizer.decode(said, skip_special_tokens=skips)))
+    return lambda skip_special_tokens=False: texts(skip_special_tokens and not _specials(tokenizer).isdisjoint(said))
+
+
+@functools.lru_cache(16)
+def _specials(tokenizer: Any) -> frozenset[int]:
+    return frozenset(tokenizer.all_special_ids)

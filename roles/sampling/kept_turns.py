@@ -70,7 +70,7 @@ class KeptTurns:
         for path in self._earlier:
             for each in unfinished.records(path):
                 (self._turns if "finish" in each else self._answers)[each["place"]] = each
-                had.add(each["sample"])
+                had |= {each["sample"]} if "finish" in each else set()
         if epoch:
             resumed = len(had.intersection(missing))
             counts.resumed += resumed
