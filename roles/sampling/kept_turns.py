@@ -41,7 +41,7 @@ _ARRAYS = ("tokens", "log_probs", "policy_versions", "routed_experts")
 
 @dataclass(slots=True)
 class EpisodeCounts:
-    """Of one replica since its start: samples of groups that had a lease before which went on from there, and which began again;
+    """Of one replica since its start: samples of groups that had a lease before which went on from a turn, and which began again;
     turns that were not sampled again."""
 
     resumed: int = 0
