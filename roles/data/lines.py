@@ -161,7 +161,7 @@ class _Buffers(threading.local):
 
 def _scan_part(fd: int, first: int, end: int, buffers: _Buffers) -> tuple[np.ndarray, np.ndarray]:
     """As `_scan`, of the lines behind the newlines of one part, and of the file's first."""
-    found = buffers.text[: os.preadv(fd, [buffers.text[: end - first]], first)]
+    found = buffers.text[: os.preadv(fd, [buffers.text.data[: end - first]], first)]
     # The last byte is the next part's, with which the line behind a last newline begins; at the end of the file there is none.
     begins = np.flatnonzero(np.equal(found[:-1], ord("\n"), out=buffers.newlines[: max(0, len(found) - 1)])) + 1
     if first == 0 and len(found):
