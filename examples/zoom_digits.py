@@ -144,7 +144,7 @@ def looked(response: str, label: str, *, prompt: Any, metadata: dict[str, Any], 
 
 config = RunConfig(
     name=f"{TOOL}_digits",
-    num_steps=60,
+    num_steps=40,
     max_staleness=1,
     groups=fully_async(),
     model=ModelConfig(
@@ -187,6 +187,6 @@ config = RunConfig(
         environment=None if TOOL == "none" else EnvironmentConfig(tools=(TOOL,)),
         num_slots=128,
     ),
-    train=TrainConfig(lr=3e-4, warmup_steps=5, micro_batch_tokens=8192),
-    sft=SftConfig(rows=demonstrations, steps=200, batch_size=32, lr=3e-3, warmup_steps=20, micro_batch_tokens=16384),
+    train=TrainConfig(lr=5e-4, warmup_steps=5, micro_batch_tokens=8192),
+    sft=SftConfig(rows=demonstrations, steps=150, batch_size=32, lr=3e-3, warmup_steps=20, micro_batch_tokens=16384),
 )
