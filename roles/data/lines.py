@@ -1,7 +1,7 @@
 """Lines: where each line of a JSONL file begins, however large the file is.
 
-Owns the scan for them, and the index that is kept of a large file, so that no later start reads the file whole. Does not own what
-a line says (`sources.py`).
+Owns the scan for them, by several threads, and the index that is kept of a large file, so that no later start reads the file
+whole. Does not own what a line says (`sources.py`).
 
     lines = Lines(file)
     len(lines), lines.span(2)  ->  10000000, (511, 760)          first byte and end of the third line that is not blank
@@ -33,8 +33,9 @@ log = logging.getLogger(__name__)
 
 _SCAN_BYTES = 1 << 20
 """A part: as much as stays in the caches of a processor while it is looked through."""
-_LINE_BYTES = 1 << 12
 _MOST_THREADS = 4
+_LINE_BYTES = 1 << 12
+"""At once, of a line that may be blank."""
 _KEPT_FROM_BYTES = 1 << 20
 _LEFT_S = 3600.0
 """Nobody writes an index for so long."""
