@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from benchmarks import recipe_rows
 from rondo.launch import cli
@@ -16,6 +18,7 @@ from rondo.roles.data.choices import avqa, nextqa
 from rondo.roles.data.datasets import Dataset, RowError, open_dataset, open_splits
 from rondo.roles.data.media import located
 from rondo.roles.data.prompts import messages_of
+from rondo.roles.sampling.tools import open_tools
 from rondo.runtime.errors import Fatal
 from rondo.runtime.reference import load_reference
 
@@ -25,6 +28,8 @@ RECIPES: dict[str, Callable[[Path], dict[str, str]]] = {
     "open_r1_qwen3_vl_4b": lambda to: recipe_rows.open_r1(to, 8),
     "avqa_qwen3_omni_30b_lora": lambda to: recipe_rows.avqa(to, 8, 4),
     "nextqa_qwen3_omni_30b_lora": lambda to: recipe_rows.nextqa(to, 8),
+    "deepeyes_qwen3_vl_30b_a3b_lora": lambda to: recipe_rows.deepeyes(to, 8),
+    "deepeyes_code_qwen3_vl_30b_a3b_lora": lambda to: recipe_rows.open_r1(to, 8),
 }
 Opened = tuple[RunConfig, Dataset, dict[str, Dataset]]
 
@@ -32,7 +37,7 @@ Opened = tuple[RunConfig, Dataset, dict[str, Dataset]]
 def opened(name: str, folder: Path) -> Opened:
     sets = [f"{setting}={value}" for setting, value in RECIPES[name](folder).items()]
     sets += [] if name.startswith("dapo") else ["evaluation.num_prompts=4"]
-    sets += ["data.held_out=4"] if name.startswith(("open", "next")) else []
+    sets += ["data.held_out=4"] if name.startswith(("open", "next", "deep")) else []
     config = load(EXAMPLES / f"{name}.py", sets)
     return config, *open_splits(config)
 
@@ -101,6 +106,34 @@ def test_rows_of_nextqa_show_the_file_of_their_video_and_ask_for_a_letter(tmp_pa
     _, user = messages_of(row, config.data)
     assert user["content"][-1]["text"].startswith("Which digit is shown?\n\nA. 0\nB. 1\nC. 2\nD. 3\nE. 4")
     assert scores(config, row.label, f"<think>so</think><answer>{row.label}</answer>", row.label) == [1.0, 0.0]
+
+
+def test_rows_of_deepeyes_are_looked_at_through_their_tool_and_scored_as_it_does(tmp_path: Path) -> None:
+    pytest.importorskip("math_verify")
+    config, train, _ = opened("deepeyes_qwen3_vl_30b_a3b_lora", tmp_path)
+    row, environment = train.row(0), config.rollout.environment
+    system, user = messages_of(row, config.data)
+    assert "image_zoom_in_tool" in system["content"] and [part["type"] for part in user["content"]] == ["image", "text"]
+    assert environment is not None and config.media is not None and isinstance(config.reward.function, str)
+    call, ref = open_tools({"zoom": environment.tools[0]}, config.media.limits()).call, row.media[0]
+    [shown] = call(["zoom", {"bbox_2d": [0, 0, 99, 28]}, [[ref.kind, ref.source]]]).content
+    assert Image.open(io.BytesIO(shown["image"])).size == (28, 28)
+    assert "must have 28 pixels" in call(["zoom", {"bbox_2d": [9, 0, 20, 28]}, [[ref.kind, ref.source]]]).content
+    reward, right = load_reference(config.reward.function, "reward.function"), row.label["ground_truth"]
+    look, answer, wrong = (
+        "<think>where?</think><tool_call></tool_call>",
+        f"<think>so</think><answer>{right}</answer>",
+        "9 of 9",
+    )
+    weights = config.reward.components
+    for turns, worth in (([look, answer], 2.0), ([answer], 0.8), ([look, wrong], -0.2), ([wrong], -0.2)):
+        parts = reward("".join(turns), row.label, prompt="", metadata={}, turns=turns)
+        assert sum(weights[name] * part for name, part in parts.items()) == pytest.approx(worth)
+    code, rows, _ = opened("deepeyes_code_qwen3_vl_30b_a3b_lora", tmp_path)
+    reward = load_reference(str(code.reward.function), "reward.function")
+    right = rows.row(0).label.rpartition("</think>")[2].strip()
+    parts = reward("", rows.row(0).label, prompt="", metadata={}, turns=[look, f"<think>so</think>{right}"])
+    assert parts == {"accuracy": 1.0, "format": 0.0, "tool": 1.0}
 
 
 def test_a_recipe_of_one_machine_is_a_batch_job_of_eight_gpus(capsys: pytest.CaptureFixture[str]) -> None:
