@@ -172,7 +172,8 @@ def _failed(
     found = _CAUSE.match(failed["cause"])
     if found is None:
         return Death("failure", f"the run failed: {failed['why']}.", _shown([failed]))
-    group, number, what = found["group"], int(found["number"]), found["what"].splitlines()[0]
+    group, number, told = found["group"], int(found["number"]), found["what"].splitlines()
+    what = told[0] if len(told) == 1 else f"{told[0]} ... {told[-1]}"
     deaths = [each for each in events if each["kind"] in ("died", "global_restart")]
     limit = f" It was not started again: {failed['why']}." if "is beyond" in failed["why"] else ""
     pid = int(found["pid"] or 0)
@@ -184,10 +185,10 @@ def _failed(
         return Death("memory", text, (*dict.fromkeys(killed), *base), _MORE)
     if what == "killed by SIGKILL":
         return _killed(events, group, base, limit)
-    if what == failed["why"]:  # told by a role itself, as something that no restart mends
+    if found["what"] == failed["why"]:  # told by a role itself, as something that no restart mends
         kind = "not finite" if re.search(r"must be finite|not finite", what) else "given up"
         kind = next((sign for sign, pattern, *_ in _SIGNS if re.search(pattern, what)), kind)
-        return Death(kind, f"{group} ended the run, for what no restart mends: {what}", _shown([failed]))
+        return Death(kind, f"{group} ended the run, for what no restart mends: {what}", (*_shown([failed]), *told[1:]))
     for kind, pattern, words, advice in _SIGNS:
         if at := [line for line in lines if re.search(pattern, line)]:
             shown = [f"{name}: {line.strip()}" for line in [*at[-2:], *_traceback(lines)[-1:]]]

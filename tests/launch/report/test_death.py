@@ -58,6 +58,7 @@ def stopped(reason: str, *more: dict[str, Any], code: int = 75) -> list[dict[str
 
 
 NAN = "the gradient of sft step 1 must be finite, got norm nan. Lower sft.lr"
+REWARD = 'rewards failed in a row: Traceback (most recent call last):\n  File "mine.py", line 21, in reward\nValueError: no score'
 WAITED = "rondo.runtime.errors.DeadlineExceeded: wait 'round' of 'actor-0.0' for 'coordinator' must end within 60 s, got no end"
 NO_ROOM = "wait 'room on the disk' of 'actor-0.0' for '/runs: 9 bytes needed' must end within 60 s, got no end"
 ENDS: dict[str, tuple[list[dict[str, Any]], Sequence[str], str, str]] = {
@@ -107,6 +108,7 @@ ENDS: dict[str, tuple[list[dict[str, Any]], Sequence[str], str, str]] = {
     "over a section's limit": (failed("section 'train' is 3.1 s over its limit"), (), "stood still", "'train'"),
     "not finite": (failed(NAN, died=False, why=NAN), (), "not finite", "norm nan"),
     "another end without a restart": (failed("no gap", died=False, why="no gap"), (), "given up", "no gap"),
+    "a reward that raises": (failed(REWARD, died=False, why=REWARD), (), "given up", "\nValueError: no score"),
     "the leader": ([STARTED, DIED], (), "leader killed", "started"),
     "a stop": (stopped("SIGTERM", {"kind": "checkpoint", "version": 3}), (), "stop", '"version":3'),
     "a stop at once": (
