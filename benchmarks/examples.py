@@ -14,6 +14,7 @@ Prints a line a cell, and JSON last: {name: {"before": [by seed], "after": [..],
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -66,7 +67,7 @@ def main() -> None:
     for seed in options.seeds:
         for name in options.names:
             of = {"name": name, "seed": seed} | ({"digits": digits} if "digits" in name else {})
-            for key, value in cells.made(of, lambda name=name, seed=seed: measured(name, seed)).items():
+            for key, value in cells.made(of, functools.partial(measured, name, seed)).items():
                 found.setdefault(name, {}).setdefault(key, []).append(value)
     print(json.dumps(found | {"digits": digits}))
 

@@ -22,7 +22,6 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
