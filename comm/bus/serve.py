@@ -17,11 +17,12 @@ from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Journal
 from rondo.comm.bus.transitions import CoordinatorConfig
 from rondo.runtime.checkpoints import newest_complete
+from rondo.runtime.records.telling import tell_every
 from rondo.runtime.worker.membership import Membership
 from rondo.runtime.worker.service import answer, main
 
 CONFIG = "coordinator.json"
-TICK_S = 0.5
+TICK_S, SWEEP_S = 0.5, 30.0
 
 
 def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attempt: int) -> tuple[Index, Ledger]:
@@ -69,7 +70,12 @@ async def run(me: Membership) -> None:
         index, ledger = open_index(config, journal, me.run_dir, me.attempt)
         coordinator = Coordinator(config, journal, index, ledger, me.segments, me.supervisor)
         await coordinator.start()
-        await answer(me, coordinator, coordinator.reporting(), coordinator.ticking(TICK_S))
+
+        async def sweep() -> None:
+            unfinished.sweep(me.run_dir, coordinator.index.groups)
+
+        sweeping = tell_every("unfinished episodes", SWEEP_S, sweep)
+        await answer(me, coordinator, coordinator.reporting(), coordinator.ticking(TICK_S), sweeping)
         coordinator.close()
 
 

@@ -54,15 +54,20 @@ def records(path: Path) -> Iterator[dict[str, Any]]:
         yield from (each for each in read_lines(lines, path) if isinstance(each, dict) and "place" in each)
 
 
-def cut(run_dir: Path, version: int, groups: Collection[int]) -> None:
-    """At the start of an attempt from this version: records of younger ones go, and files of groups that are not open."""
+def sweep(run_dir: Path, groups: Collection[int]) -> None:
+    """Files of groups that are not open go: of one that ended in the hands of a holder that had lost its lease."""
     for path in (run_dir / FOLDER).glob("*.jsonl"):
-        with telling("unfinished episodes"):
-            group = path.name.partition(".")[0]
+        group = path.name.partition(".")[0]
+        if not group.isdecimal() or int(group) not in groups:
+            path.unlink(missing_ok=True)
+
+
+def cut(run_dir: Path, version: int, groups: Collection[int]) -> None:
+    """At the start of an attempt from this version: records of younger ones go, too."""
+    with telling("unfinished episodes"):
+        sweep(run_dir, groups)
+        for path in (run_dir / FOLDER).glob("*.jsonl"):
             kept = [each for each in records(path) if each.get("newest", 0) <= version]
-            if not kept or not group.isdecimal() or int(group) not in groups:
-                path.unlink()
-            else:
-                aside = path.with_suffix(".aside")
-                aside.write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in kept))
-                aside.replace(path)
+            aside = path.with_suffix(".aside")
+            aside.write_bytes(b"".join(orjson.dumps(each) + b"\n" for each in kept))
+            aside.replace(path)

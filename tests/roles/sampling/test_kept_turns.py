@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rondo.comm.bus.unfinished import FOLDER, cut
+from rondo.comm.bus.unfinished import FOLDER, cut, sweep
 from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import RowError
 from rondo.roles.data.prompts import render_prompt
@@ -195,6 +195,8 @@ def test_an_attempt_takes_over_what_its_weights_have_sampled_of_groups_that_are_
                     at, Completion(at.id, done, np.ones(3, np.float32), done, "stop", np.ones((6, 2, 1), np.uint8))
                 )
             raise asyncio.CancelledError  # its lease is lost
+    sweep(tmp_path, {7, 8})
+    assert len(list((tmp_path / FOLDER).iterdir())) == 2
     cut(tmp_path, 2, {7})
     counts = EpisodeCounts()
     with pytest.raises(RowError), KeptTurns(tmp_path, 7, 1, [0, 1], counts) as turns:
