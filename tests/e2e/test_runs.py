@@ -109,12 +109,14 @@ def who_waited_for_whom(run: Path, capsys: Any) -> None:
 
 
 def quickstart_with_a_helper(folder: Path) -> Path:
-    """The quick start, whose reward is 1 and 3, and imports its neighbour when it is called."""
+    """The quick start, whose reward is 1 and 3, imports its neighbour when it is called, and takes its time: a run that goes on
+    until something has happened to it leaves the cores to others."""
     (folder / "scaling_of_rewards.py").write_text("SCALE = 1.0\n")
     text = QUICKSTART.read_text()
     plain = "    return float(response == label)\n"
     assert text.count(plain) == 1
-    scaled = "    import scaling_of_rewards as s\n\n    return 2.0 * float(response == label) + s.SCALE\n"
+    slow = "    import time\n\n    import scaling_of_rewards as s\n\n    time.sleep(0.01)\n"
+    scaled = slow + "    return 2.0 * float(response == label) + s.SCALE\n"
     (folder / "quickstart.py").write_text(text.replace(plain, scaled))
     return folder / "quickstart.py"
 
