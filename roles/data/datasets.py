@@ -402,8 +402,7 @@ def order_of(config: DataConfig, rows: Rows, seed: int, num_passes: int | None) 
             )
         balance = Balance(kinds, shares)
     mixture, weights = None, {name: source.weight for name, source in config.sources.items()}
-    if any(weights.values()):
-        assert isinstance(rows, MixedDataset)
+    if any(weights.values()) and isinstance(rows, MixedDataset):  # answers of `sft.demonstrate` are drawn of all rows
         of = rows.rows_of()
         if empty := [name for name, each in of.items() if not each]:
             raise Fatal(

@@ -23,6 +23,7 @@ from rondo.roles.config import (
     RewardConfig,
     RolloutConfig,
     SftConfig,
+    SourceConfig,
 )
 from rondo.roles.data.datasets import (
     Dataset,
@@ -32,6 +33,7 @@ from rondo.roles.data.datasets import (
     demonstrations,
     open_dataset,
     open_splits,
+    order_of,
     train_order,
 )
 from rondo.roles.data.fingerprints import DataChanged, Fingerprints
@@ -369,6 +371,16 @@ def test_demonstrations_of_training_rows_bring_their_media(tmp_path: Path) -> No
     for i in range(12):
         row = found.row(i)
         assert row.media == (MediaRef("image", f"{row.label[:-1]}.png"),)
+
+
+def test_demonstrations_of_a_mixture_are_taken_in_an_order_without_weights(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"question": f"{i}", "answer": str(i)} for i in range(8)])
+    sources = {name: SourceConfig(path=str(path), weight=1) for name in ("one", "two")}
+    data = DataConfig(prompt="question", label="answer", sources=sources)
+    whole = job(data).model_copy(update={"sft": SftConfig(demonstrate=shout, steps=2, batch_size=6)})
+    found, _ = demonstrations(whole)
+    order = order_of(whole.demonstrated(), found, 0, None)
+    assert sorted(order.locate(place).row for place in range(12)) == list(range(len(found)))
 
 
 def shout(prompt: Any, label: str, draw: Any) -> str:

@@ -323,11 +323,11 @@ def check_spelt(tiny: Tiny, made: Made) -> int:
     return count
 
 
-async def measured(name: str, folder: Path, episodes: int) -> dict[str, float]:
+async def measured(name: str, folder: Path, episodes: int, first: int = 0) -> dict[str, float]:
     tiny = Tiny(name, folder)
     counts = defaultdict[str, float](float)
     async with Environments(tiny.alone, load_deadline_s=100) as environments:
-        for seed in range(-(-episodes // SAMPLES)):
+        for seed in range(first, first + -(-episodes // SAMPLES)):
             played = await group(tiny, environments, seed)
             for each in played.made:
                 rewritten = (
