@@ -68,5 +68,5 @@ config = RunConfig(
         num_slots=256,
     ),
     train=TrainConfig(lr=5e-4, warmup_steps=5, micro_batch_tokens=8192),
-    sft=SftConfig(demonstrate=half_wrong, steps=500, batch_size=64, lr=2e-3, warmup_steps=20),
+    sft=SftConfig(demonstrate=half_wrong, steps=200, batch_size=64, lr=2e-3, warmup_steps=20),
 )

@@ -8,7 +8,7 @@
 One digit stands somewhere on a large canvas, which the policy sees so small that it can tell where the digit is and hardly which.
 It may call "zoom" with a box, is shown that part of the canvas in the next turn, and says the digit. As in DeepEyes the reward is
 0.8 for a right answer, and 1.2 more for one behind a look through the tool; an answer in another form costs 0.2. A warm-up on
-answers without the tool, and calls and answers of which a third are wrong, has shown the policy what both look like.
+answers without the tool, and calls and answers of which a sixth are wrong, has shown the policy what both look like.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def call(place: Any) -> str:
     return f"<tool_call>\n{json.dumps({'name': TOOL, 'arguments': arguments(place)})}\n</tool_call>"
 
 
-def rows(num_rows: int = 3000, held_out: bool = False) -> list[dict[str, Any]]:
+def rows(num_rows: int = 1500, held_out: bool = False) -> list[dict[str, Any]]:
     draw = random.Random(f"{TOOL} {held_out}")
     found = [make(draw, held_out) for _ in range(num_rows)]
     return [{"prompt": [{"role": "user", "content": parts}], "label": digit} for parts, digit, _ in found]
@@ -113,8 +113,8 @@ def held_out_rows() -> list[dict[str, Any]]:
     return rows(256, held_out=True)
 
 
-def demonstrations(num_rows: int = 6000) -> list[dict[str, Any]]:
-    """Answers without a look, calls, and answers behind one; of each a third are wrong."""
+def demonstrations(num_rows: int = 7200) -> list[dict[str, Any]]:
+    """Answers without a look, calls, and answers behind one; of each a sixth are wrong."""
     from rondo.models.media.config import MediaConfig
     from rondo.models.media.refs import MediaRef
     from rondo.roles.sampling import media_tools, tools
@@ -122,11 +122,11 @@ def demonstrations(num_rows: int = 6000) -> list[dict[str, Any]]:
     draw, made = random.Random("demonstrations"), []
     for number in range(num_rows):
         parts, digit, place = make(draw, False)
-        prompt, is_right = [{"role": "user", "content": parts}], draw.random() < 2 / 3
+        prompt, is_right = [{"role": "user", "content": parts}], draw.random() < 5 / 6
         answer = digit if is_right else str(draw.randrange(NUM_DIGITS))
         if TOOL != "none" and number % 5 in (1, 2):
             answer = call(place if is_right else elsewhere(draw))
-        elif TOOL != "none" and number % 5 in (3, 4):
+        elif TOOL != "none" and number % 5 > 2:
             kind = parts[0]["type"]
             media = media_tools.Media([MediaRef(kind, parts[0][kind])], MediaConfig())
             shown = tools.answered(getattr(media_tools, TOOL).__wrapped__(media, **arguments(place))).content
@@ -188,5 +188,5 @@ config = RunConfig(
         num_slots=128,
     ),
     train=TrainConfig(lr=5e-4, warmup_steps=5, micro_batch_tokens=8192),
-    sft=SftConfig(rows=demonstrations, steps=150, batch_size=32, lr=3e-3, warmup_steps=20, micro_batch_tokens=16384),
+    sft=SftConfig(rows=demonstrations, steps=450, batch_size=16, lr=3e-3, warmup_steps=20, micro_batch_tokens=16384),
 )
