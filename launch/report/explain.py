@@ -22,6 +22,7 @@ import orjson
 from rondo.launch.progress import at_work
 from rondo.launch.report.death import ended
 from rondo.launch.report.death import lines as death_lines
+from rondo.launch.report.status import room_waited_for
 from rondo.launch.report.steps import Step, read_steps
 from rondo.launch.report.timeline import Figures, parse_steps, read_run
 from rondo.launch.rundir import existing_run, read_json
@@ -410,14 +411,16 @@ def lines(run: str, found: Explanation) -> list[str]:
 
 
 def show(path: Path, steps: str | None = None, *, as_json: bool = False) -> int:
-    """`rondo explain RUN`: of a run that is over what ended it, then how it went. ConfigError for one that goes on and has no
-    timeline, or has not trained a step yet."""
+    """`rondo explain RUN`: of a run that is over what ended it, of one that goes on which disk must have room; then how it went.
+    ConfigError for one that goes on and has no timeline, or has not trained a step yet."""
     run = existing_run(path)
     first, last = parse_steps(steps)
     with at_work(f"looks for what ended {run.name}"):
         death = ended(run) if steps is None else None
-    if death is not None and not as_json:
-        print("\n".join(death_lines(run.name, death)))
+    short_of = room_waited_for(run) if death is None and steps is None else []
+    if not as_json:
+        for line in short_of if death is None else death_lines(run.name, death):
+            print(line)
     with at_work(f"reads what {run.name} did"):
         try:
             spans, figures = read_run(run)
@@ -444,7 +447,8 @@ def show(path: Path, steps: str | None = None, *, as_json: bool = False) -> int:
     processor = processor_of(figures, chosen[0].start, chosen[-1].start + chosen[-1].step_s)
     found = explain(chosen, Setup.of(settings, machine["num_cores"]), processor)
     if as_json:
-        data = asdict(found) if death is None else {"ended": asdict(death), **asdict(found)}
+        data = ({} if death is None else {"ended": asdict(death)}) | ({"waits_for_room": short_of} if short_of else {})
+        data |= asdict(found)
         sys.stdout.buffer.write(orjson.dumps(data, option=orjson.OPT_INDENT_2) + b"\n")
     else:
         print("\n".join(lines(run.name, found)))

@@ -132,6 +132,21 @@ def ask(record: SupervisorRecord, path: str, body: dict[str, Any] | None = None,
         ) from error
 
 
+def room_waited_for(run: Path) -> list[str]:
+    """What a live run waits for that only people give it, room on a disk: a line a wait. It is asked, since a full disk keeps no
+    record; of one that does not answer there is nothing to tell."""
+    record = supervisor_record(run)
+    try:
+        waits = [] if record is None else ask(record, "/waits")
+    except (PeerGone, Refused):
+        return []
+    return [
+        f"{wait['waiter']} waits {wait['seconds']:.0f} s for {wait['name']} ({wait['peer']}): free some, and the run goes on"
+        for wait in waits
+        if wait["name"] in ("room for the journal", "room on the disk")
+    ]
+
+
 def _print_alive(run: Path, found: dict[str, Any]) -> None:
     print(f"run {run.name}  pid {found['pid']}  {found['url']}")
     print("  ".join(f"{name}={_short(value)}" for name, value in found["health"].items()))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rondo.launch.report.status import ask, ask_to_stop, show_status
+from rondo.launch.report.status import ask, ask_to_stop, room_waited_for, show_status
 from rondo.launch.report.summary import Summary, write
 from rondo.launch.rundir import RunDir, owner, supervisor_record
 from rondo.runtime.errors import ConfigError, PeerGone, Refused
@@ -30,7 +30,8 @@ class Provider:
     def __init__(self): self.stopped, self.reason = asyncio.Event(), None
     def health(self): return {"ready": True, "healthy": False, "step": 3, "reward_mean": 0.25}
     def roles(self): return [{"name": "actor-0", "state": "running", "pids": [1, 2]}]
-    def waits(self): return [{"waiter": "actor-0", "name": "round", "seconds": 1.25}]
+    def waits(self): return [{"waiter": "actor-0", "name": "round", "seconds": 1.25},
+        {"waiter": "coordinator", "name": "room for the journal", "seconds": 9.4, "peer": "/runs/demo/journal"}]
     bus = weights = samples = metrics = dict
     def subscribe(self): return Broadcast().subscribe()
     def stop(self, reason, *, quick): self.reason = (reason, quick); self.stopped.set()
@@ -81,6 +82,10 @@ def test_a_live_run_is_shown_and_stops_when_it_is_asked_to(
         "  scaling: request_id=7  action=scale_out  role=rollout  num_replicas=2  status=CREATING  selected_engines=rollout-1  "
         "reason=load",
         "  waits: waiter=actor-0  name=round  seconds=1.25",
+        "  waits: waiter=coordinator  name=room for the journal  seconds=9.4  peer=/runs/demo/journal",
+    ]
+    assert room_waited_for(tmp_path / "demo") == [
+        "coordinator waits 9 s for room for the journal (/runs/demo/journal): free some, and the run goes on"
     ]
     assert show_status(tmp_path / "latest", as_json=True) == 0
     shown = json.loads(capsys.readouterr().out)
