@@ -503,7 +503,7 @@ def recipes(f: Figures) -> Iterator[Row]:
     kinds = [(name, f[name]) for name in ("image", "audio", "video", "mixed") if name in f]
     yield (
         f"recipes on rows of their data's form, tiny models, {f['digits']} digits: reward of held-out rows before and after "
-        f"{f['steps']} steps, a value a seed; what is not named was not measured",
+        f"{f['steps']} steps, a value a seed",
         "; ".join(f"{name} {_each(found['before'])} to {_each(found['after'])}" for name, found in kinds),
     )
 
