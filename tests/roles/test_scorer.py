@@ -178,18 +178,14 @@ def test_a_model_of_the_job_is_asked_at_the_end_of_sequence_and_others_behind_th
     assert Encoder(job(folder), str(own)).scored(CHAT, "2").tokens.tolist() == expected != whole
 
 
-SHOWS_TOOLS = "{% if tools %}{% for tool in tools %}[{{ tool.name }}]{% endfor %}{% endif %}"
-
-
 async def test_the_tools_that_the_policy_was_shown_are_shown_to_it(folder: Path, tmp_path: Path) -> None:
     config, path, tool = job(folder), str(folder / "rm"), {"name": "add"}
     told = config.data.model_copy(update={"chat_template_args": {"tools": [tool], "not": "its"}})  # of an environment
     plain, given = Encoder(config, path), Encoder(config.model_copy(update={"data": told}), path)
-    for encoder in (plain, given):
-        encoder._tokenizer.chat_template = SHOWS_TOOLS + encoder._tokenizer.chat_template
     before = plain.scored(CHAT, "2").tokens.tolist()
     shown = plain.scored(CHAT, "2", [tool]).tokens.tolist()
-    assert shown == [*plain._tokenizer("[add]").input_ids, *before] == given.scored(CHAT, "2").tokens.tolist()
+    told_of = plain._tokenizer("<|im_start|>system\nadd <tool_call><|im_end|>\n").input_ids
+    assert shown == [*told_of, *before] == given.scored(CHAT, "2").tokens.tolist()
 
     asked: dict[str, Any] = {}
 

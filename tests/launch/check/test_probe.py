@@ -39,28 +39,33 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 def test_all_that_a_run_stands_on_is_tried_and_nothing_is_left(nursery: Nursery, tmp_path: Path) -> None:
     config = load(configs.write(tmp_path), [f"run_dir={tmp_path}/runs"])
     (folder := tmp_path / "told").mkdir()
-    before = set(tmp_path.iterdir())
+    before, there = set(tmp_path.iterdir()), below()
     found = list(probe(config, FACTS, folder, nursery))
     assert [each.text for each in found if each.level == "error"] == []
     for what in ("the disk of", "shared memory gives", "files may be open", "of admin listens", "gloo carries"):
         assert any(what in each.text for each in found), what
     assert set(tmp_path.iterdir()) == before
-    assert {each.pid for each in process.below(os.getpid())} <= {nursery.pids["nursery"]}
+    assert below() <= there | {nursery.pids["nursery"]}
 
 
 def test_what_does_not_end_by_its_deadline_is_ended(nursery: Nursery, tmp_path: Path) -> None:
     stuck = Job("signal:pause", (), dict(os.environ), tmp_path / "log")
-    begun: list[int] = []
+    there, begun = below(), set[int]()
     with pytest.raises(DeadlineExceeded, match="probe of patience"):
         run_jobs(
             nursery,
             [stuck, stuck],
             "probe of patience",
             0.2,
-            lambda: begun.extend(each.pid for each in process.below(os.getpid())),
+            lambda: begun.update(below()),
         )
-    assert len(begun) == 3
-    assert {each.pid for each in process.below(os.getpid())} == {nursery.pids["nursery"]}
+    assert len(begun - there - {nursery.pids["nursery"]}) == 2
+    assert below() == there | {nursery.pids["nursery"]}
+
+
+def below() -> set[int]:
+    """What this process has started, and what they have: a run of another test's among them."""
+    return {each.pid for each in process.below(os.getpid())}
 
 
 def test_a_way_that_cannot_be_gone_is_an_error_with_what_to_do(nursery: Nursery, tmp_path: Path) -> None:
