@@ -1,6 +1,6 @@
 """Agents by the thousand: whether slow tools leave slots idle, what a turn costs beside engine and tool, and what a kill costs.
 
-    rondo bench agents [--steps 8] [--slots 256] [--undisturbed]
+    rondo bench agents [--steps 5] [--slots 256] [--undisturbed]
 
 A whole run of `benchmarks/agents_run.py`: two rollout replicas, whose engine waits in the place of computing, and tools of 0.1
 to 30 s (log-normal). Roles, chat template, tools' processes, bus, journal and kept samples are real. Once undisturbed, and once
@@ -89,7 +89,9 @@ def played(options: argparse.Namespace, *, kills: bool) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument(
+        "--steps", type=int, default=5, help="with more the last ones wait for the trainer, not for slots"
+    )
     parser.add_argument("--slots", type=int, default=256, help="of each of the two replicas")
     parser.add_argument("--undisturbed", action="store_true", help="without the run with kills")
     options = parser.parse_args()

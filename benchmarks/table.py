@@ -580,6 +580,18 @@ def curriculum(f: Figures) -> Iterator[Row]:
     )
 
 
+def agents(f: Figures) -> Iterator[Row]:
+    yield (
+        f"{f['episodes_open']:,} episodes open at once, tools of 0.1 to 30 s, two replicas whose engines wait in the place of "
+        "computing: slots used while work waits; a turn beside engine and tool; memory an episode",
+        f"{f['slots_used']:.1%}; {f['turn_cpu_us'] / 1e3:.2f} ms of CPU; {f['episode_kb']:.0f} kB",
+    )
+    yield (
+        "episodes there, lost, counted twice; the same with a replica and one of its worker processes killed by SIGKILL",
+        f"{f['episodes']:,}, {f['lost']}, {f['twice']}; {f['killed_episodes']:,}, {f['killed_lost']}, {f['killed_twice']}",
+    )
+
+
 def examples(f: Figures) -> Iterator[Row]:
     named = {name: of for name, of in f.items() if isinstance(of, dict)}
     yield (
@@ -650,7 +662,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("lora_pretrained", functools.partial(lora, base="SmolLM2-135M-Instruct on sums of two numbers")),
     ("dashboard", dashboard), ("dashboard_beside", dashboard), ("track", track), ("track_mlflow", track),
     ("pretrained", pretrained), ("gsm8k", gsm8k), ("data", data), ("recipes", recipes), ("distill", distill),
-    ("curriculum", curriculum), ("examples", examples),
+    ("curriculum", curriculum), ("agents", agents), ("examples", examples),
 )  # fmt: skip
 
 

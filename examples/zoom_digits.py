@@ -1,4 +1,4 @@
-"""Thinking with pictures: two CPU cores, no downloads, about four minutes. A tiny Qwen3-VL learns where to look, and to look.
+"""Thinking with pictures: two CPU cores, no downloads, about three minutes. A tiny Qwen3-VL learns where to look, and to look.
 
     rondo train examples/zoom_digits.py
     TOOL=none rondo train examples/zoom_digits.py             # the same without the tool
