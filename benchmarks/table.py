@@ -661,8 +661,8 @@ ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("algorithms", algorithms), ("lora", lora),
     ("lora_pretrained", functools.partial(lora, base="SmolLM2-135M-Instruct on sums of two numbers")),
     ("dashboard", dashboard), ("dashboard_beside", dashboard), ("track", track), ("track_mlflow", track),
-    ("pretrained", pretrained), ("gsm8k", gsm8k), ("data", data), ("recipes", recipes), ("distill", distill),
-    ("curriculum", curriculum), ("agents", agents), ("examples", examples),
+    ("pretrained", pretrained), ("gsm8k", gsm8k), ("data", data), ("recipes", recipes), ("recipes_real", recipes),
+    ("distill", distill), ("curriculum", curriculum), ("agents", agents), ("examples", examples),
 )  # fmt: skip
 
 
