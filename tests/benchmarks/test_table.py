@@ -73,6 +73,7 @@ def test_the_readme_shows_what_was_kept_and_every_kept_file_has_its_rows() -> No
     assert table.written(page, on_gpu.table(results / "gpu.json")) == page, "`rondo bench table` writes it"
     names = {name for name, _ in table.ROWS} | {"gpu"}
     parts = {"trl_pretrained", "experts_gap", "experts_memory", "lora_pretrained", "dashboard_beside", "track_mlflow"}
+    parts |= {"recipes_real"}
     assert (
         {path.stem for path in results.glob("*.json")} <= names <= {*benchmarks(ROOT), *parts}
     )  # parts: kept by themselves
