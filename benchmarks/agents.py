@@ -4,7 +4,7 @@
 
 A whole run of `benchmarks/agents_run.py`: two rollout replicas, whose engine waits in the place of computing, and tools of 0.1
 to 30 s (log-normal). Roles, chat template, tools' processes, bus, journal and kept samples are real. Once undisturbed, and once
-with a replica and a worker of the tools killed with SIGKILL on the way.
+with a replica and a process of its pools, of tools or of rewards, killed by SIGKILL.
 
 - slots used: of all slot seconds from the moment at which all slots were taken, to the last lease that was given: while work
   waits.

@@ -88,7 +88,7 @@ class Run:
         """`overview`, or why there is none: others that are shown beside this run do not depend on its directory."""
         try:
             return self.overview()
-        except Exception as error:  # noqa: BLE001  # of a directory that is gone, or holds what no run writes
+        except Exception as error:  # noqa: BLE001 - a directory that is gone, or holds what no run writes
             words = str(error) if isinstance(error, RondoError) else f"Its files cannot be read: {error!r}"
             return {
                 "id": self.id, "path": str(self.path), "state": "unreadable", "words": words, "alive": False, "share": 1.0,

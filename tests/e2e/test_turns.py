@@ -27,7 +27,7 @@ def resumed(run: Path) -> int:
     return sum(max(0, now - had) for each in found.values() for had, now in itertools.pairwise(each))
 
 
-@pytest.mark.skipif(not LONG, reason="a run, and its resume, with tools that take seconds")
+@pytest.mark.skipif(not LONG, reason="RONDO_TEST_LONG is not set: a run, and its resume, with tools that take seconds")
 def test_episodes_go_on_from_their_last_whole_turns_when_replicas_die_and_when_the_run_is_stopped(
     tmp_path: Path,
 ) -> None:

@@ -72,7 +72,7 @@ class Unlike(Replays):
 class Holder:
     """One that holds the lease of group 7, whose engine never says the same twice. It dies when it is asked for turn `dies`."""
 
-    texts = itertools.count()
+    texts, draw = itertools.count(), np.random.default_rng(7)
 
     def __init__(self, folder: Path, epoch: int, dies: int = 99, **settings: Any) -> None:
         self.config = with_tools(job(**settings))
@@ -101,7 +101,7 @@ class Holder:
                     text = call("add", f'{{"a": {counted}}}') if counted < TURNS else text
                 tokens = np.array([*TOKENIZER(text)["input_ids"], END], np.int32)
                 versions = np.full(len(tokens), self.epoch, np.int32)
-                parts = tokens, np.random.default_rng().random(len(tokens), np.float32), versions
+                parts = tokens, self.draw.random(len(tokens), np.float32), versions
                 if (before := request.prefix) is not None:
                     had = before.tokens, before.log_probs, before.policy_versions
                     parts = tuple(np.concatenate(pair) for pair in zip(had, parts, strict=True))  # type: ignore[assignment]
