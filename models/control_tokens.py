@@ -21,7 +21,8 @@ import numpy as np
 
 MARK = "\U000f0000"
 """In front of each such text; transformers takes the marks out that a text brings itself."""
-_MARKED = re.compile(f"{MARK}.*?\U000f0001")
+_END = "\U000f0001"
+_MARKED = re.compile(f"{MARK}.*?{_END}")
 
 
 def spelt(tokenizer: Any, message: Mapping[str, Any]) -> dict[str, Any]:
@@ -45,6 +46,11 @@ def encoded(tokenizer: Any, text: str) -> np.ndarray:
 def unmarked(text: str) -> str:
     """Without what the marks are around."""
     return _MARKED.sub("", text)
+
+
+def without_marks(text: str) -> str:
+    """What is said, with no marks around it."""
+    return text.replace(MARK, "").replace(_END, "")
 
 
 @functools.lru_cache(16)

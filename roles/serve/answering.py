@@ -109,22 +109,22 @@ class Asked(ABC):
             for index in range(sampling.n)
         ]  # fmt: skip
 
-    async def prompt(self, text: str, *, special: bool) -> Prompt:
-        """The prompt with this text, in a session with recorded tokens first; with `special` those that the tokenizer puts in
-        front of one too. ConfigError for one that cannot fit."""
+    async def prompt(self, text: str, *, chat: bool) -> Prompt:
+        """The prompt with this text, in a session with recorded tokens first: what `render` has made of a `chat`, or bare text,
+        with the tokens that the tokenizer puts in front of one. ConfigError for one that cannot fit."""
         work, most = self.service.work, self.service.max_chars
         if len(text) > most:
             raise ConfigError(f"a prompt must have at most {most} characters, got {len(text)}. Shorten it")
 
         async def encode(rest: str, after: int | None) -> np.ndarray | None:
-            return await work.encode(rest, special=special and after is None, after=after)
+            return await work.encode(rest, special=not chat and after is None, after=after, marked=chat)
 
         return await self.service.trajectories.prompt(self.session, text, encode)
 
     async def prompt_of(self, given: object, name: str) -> Prompt:
         """Of bare text, or of token ids in the field `name`; in a session with their text."""
         if isinstance(given, str):
-            return await self.prompt(given, special=True)
+            return await self.prompt(given, chat=False)
         tokens, tokenizer = token_ids(given, name, self.service.max_length), self.service.tokenizer
         if self.session is None:
             return Prompt(tokens, "", Span.root())

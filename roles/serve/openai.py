@@ -109,7 +109,7 @@ async def chat(service: Service, session: str | None, given: Any) -> Asked:
     asked.messages = messages
     asked.reasoning = text.rstrip().endswith("<think>")
     asked.calls = None if tools is None else call_reader(tokenizer.chat_template, tools)
-    prompt, most = await asked.prompt(text, special=False), body.max_completion_tokens or body.max_new_tokens
+    prompt, most = await asked.prompt(text, chat=True), body.max_completion_tokens or body.max_new_tokens
     asked.ask(body, prompt, asked.id, most=most, num_top=num_top, priority=body.priority)
     return asked
 

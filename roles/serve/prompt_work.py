@@ -48,15 +48,19 @@ class PromptWork:
         self._run = run
 
     async def render(self, asked: Mapping[str, Any], *, most: int) -> str:
-        """The text of a conversation: `messages`, `tools`, and what else the template is given. ConfigError for what it cannot
-        take, and for more than `most` characters."""
+        """The text of a conversation: `messages`, `tools`, and what else the template is given; control tokens that these spell
+        are marked. ConfigError for what it cannot take, and for more than `most` characters."""
         text: str = await self._do({"render": dict(asked), "most": most})
         return text
 
-    async def encode(self, text: str, *, special: bool, after: int | None = None) -> np.ndarray | None:
-        """Its tokens, int32 [T]; with `special` those that the tokenizer puts in front of a prompt too. None for text that no
-        tokens say exactly behind the token `after`."""
-        found: np.ndarray | None = await self._do({"encode": text, "special": special, "after": after})
+    async def encode(
+        self, text: str, *, special: bool, after: int | None = None, marked: bool = False
+    ) -> np.ndarray | None:
+        """Its tokens, int32 [T]; with `special` those that the tokenizer puts in front of a prompt too, of one that was `marked`
+        by `render` what it says. None for text that no tokens say exactly behind the token `after`."""
+        found: np.ndarray | None = await self._do(
+            {"encode": text, "special": special, "after": after, "marked": marked}
+        )
         return found
 
     async def _do(self, asked: dict[str, Any]) -> Any:

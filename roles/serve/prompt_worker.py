@@ -5,7 +5,10 @@ Owns what is computed, and the CPU time that one piece of work may take. Does no
 
     work = open_function("Qwen/Qwen3-8B")
     work(b'{"render": {"messages": [{"role": "user", "content": "hi"}]}, "most": 99, "cpu_s": 0.1}')    # a text
-    work(b'{"encode": "hi", "special": true, "after": null, "cpu_s": 0.1}')                             # int32 [T]
+    work(b'{"encode": "hi", "special": true, "after": null, "marked": false, "cpu_s": 0.1}')            # int32 [T]
+
+What a conversation says, but for the assistant's replies, is text: control tokens that it spells are marked where it is rendered,
+and encoded as the characters that they have (`models/control_tokens.py`).
 
 Invariant: a template that loops for ever is interrupted after its CPU time and costs no process; what cannot be interrupted, the
 pool ends at its deadline.
@@ -25,6 +28,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rondo.models.control_tokens import encoded, spelt, without_marks
 from rondo.roles.serve.pieces import REPLACEMENT
 from rondo.roles.serve.text import text_of
 from rondo.runtime.errors import ConfigError
@@ -53,14 +57,14 @@ def open_function(path: str) -> Callable[[bytes], Any]:
 
 
 def do(tokenizer: Any, asked: Mapping[str, Any]) -> Any:
-    """The text of "render", of at most so many characters, or the tokens of "encode" as int32 [T]; None for text that cannot go
-    on behind the token "after"."""
+    """The text of "render", of at most so many characters, or the tokens of "encode" as int32 [T], which "marked" says was
+    rendered; None for text that cannot go on behind the token "after"."""
     if "render" in asked:
         text = _render(tokenizer, **asked["render"])
         if len(text) > asked["most"]:
             raise ConfigError(f"a prompt must have at most {asked['most']} characters, got {len(text)}. Shorten it")
         return text
-    return _encode(tokenizer, asked["encode"], asked["special"], asked["after"])
+    return _encode(tokenizer, asked["encode"], asked["special"], asked["after"], asked["marked"])
 
 
 def _timed(tokenizer: Any, told: bytes) -> Any:
@@ -87,8 +91,9 @@ def _render(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None,
     if not tokenizer.chat_template:
         raise ConfigError("the model must have a chat template for a chat, got none. Use /v1/completions")
     try:
+        said = [each if each["role"] == "assistant" else spelt(tokenizer, each) for each in messages]
         text: str = tokenizer.apply_chat_template(
-            messages, tools=tools, **{"add_generation_prompt": True} | arguments, tokenize=False
+            said, tools=tools, **{"add_generation_prompt": True} | arguments, tokenize=False
         )
     except (OverTime, MemoryError):
         raise
@@ -98,20 +103,21 @@ def _render(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None,
     return text
 
 
-def _encode(tokenizer: Any, text: str, special: bool, after: int | None) -> np.ndarray | None:
-    tokens = _tokens(tokenizer, text, special)
+def _encode(tokenizer: Any, text: str, special: bool, after: int | None, marked: bool) -> np.ndarray | None:
+    def tokens_of(text: str) -> np.ndarray:
+        if marked:
+            return encoded(tokenizer, text)
+        return np.asarray(tokenizer(text, add_special_tokens=special)["input_ids"], np.int32)
+
+    tokens, says = tokens_of(text), without_marks(text) if marked else text
     if after is None:
         return tokens
-    if _goes_on(tokenizer, tokens, after, text):
+    if _goes_on(tokenizer, tokens, after, says):
         return tokens
     # It sets a space before what begins a text: there a line may begin instead, whose tokens are left out again.
-    line, tokens = _tokens(tokenizer, "\n", False), _tokens(tokenizer, "\n" + text, False)
+    line, tokens = tokens_of("\n"), tokens_of("\n" + text)
     found = tokens[len(line) :]
-    return found if np.array_equal(tokens[: len(line)], line) and _goes_on(tokenizer, found, after, text) else None
-
-
-def _tokens(tokenizer: Any, text: str, special: bool) -> np.ndarray:
-    return np.asarray(tokenizer(text, add_special_tokens=special)["input_ids"], np.int32)
+    return found if np.array_equal(tokens[: len(line)], line) and _goes_on(tokenizer, found, after, says) else None
 
 
 def _goes_on(tokenizer: Any, tokens: np.ndarray, after: int, text: str) -> bool:

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from rondo.models.control_tokens import without_marks
 from rondo.roles.serve.requests import Answer, Ask
 from rondo.roles.serve.spans import Chains, Row, Span, in_text, in_tokens
 from rondo.runtime.admin.guard import TurnedDown
@@ -102,7 +103,8 @@ class Call:
             "id": self.id, "index": self.index, "at": self.at, "finish_reason": self.finish_reason,
             "prompt_token_ids": self.prompt.tokens_to_here(), "reused_tokens": self.reused_tokens,
             "parted": self.parted, "token_ids": sampled.tokens, "log_probs": sampled.log_probs,
-            "policy_versions": sampled.policy_versions, "prompt_text": self.prompt.text_to_here(), "text": sampled.text,
+            "policy_versions": sampled.policy_versions, "text": sampled.text,
+            "prompt_text": without_marks(self.prompt.text_to_here()),
             "messages": self.messages(), "reply": None if self.reply is None else orjson.Fragment(self.reply),
         }  # fmt: skip
 
