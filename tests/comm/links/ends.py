@@ -246,8 +246,8 @@ def netns(name: str) -> None:
     os.close(fd)
 
 
-NOTICING = dataclasses.replace(QUICK, silent_s=0.5, connect_s=0.5)
-"""A cable that is pulled shows by silence alone."""
+NOTICING = dataclasses.replace(QUICK, silent_s=3.0, connect_s=3.0)
+"""A cable that is pulled shows by silence alone; a process that waits for a core on a busy machine is silent for less."""
 
 
 def receive_in(namespace: str, copy_fd: int, doorbell_fd: int, host: str) -> None:

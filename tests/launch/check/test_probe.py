@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import select
@@ -34,6 +35,9 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     with Nursery() as made:
         made.belong(lambda _: (folder / "nursery.log", os.environ))
         yield made
+    ctypes.CDLL(None).prctl(
+        process._PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0
+    )  # orphans of other tests are not to stay below us
 
 
 def test_all_that_a_run_stands_on_is_tried_and_nothing_is_left(nursery: Nursery, tmp_path: Path) -> None:
@@ -56,11 +60,11 @@ def test_what_does_not_end_by_its_deadline_is_ended(nursery: Nursery, tmp_path: 
             nursery,
             [stuck, stuck],
             "probe of patience",
-            0.2,
+            3.0,  # in which two forks have begun, also on a busy machine
             lambda: begun.update(below()),
         )
     assert len(begun - there - {nursery.pids["nursery"]}) == 2
-    assert below() == there | {nursery.pids["nursery"]}
+    assert nursery.pids["nursery"] in below() <= there | {nursery.pids["nursery"]}  # what others have may go meanwhile
 
 
 def below() -> set[int]:

@@ -86,7 +86,7 @@ class ThinEngine:
 
     async def update_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         await self.call("post", "/pause_generation", {"mode": "in_place"})
-        await self.call("post", "/update_weights_from_disk", {"weight_version": str(version)}, deadline_s=2.0)
+        await self.call("post", "/update_weights_from_disk", {"weight_version": str(version)})
         if (served := await self.proved_version()) != version:
             raise Refused(f"the stub must serve version {version}, got {served}")
         self.version = version

@@ -96,7 +96,7 @@ async def test_a_server_that_fails_its_update_is_out_until_it_has_proved_the_wei
 
 
 async def test_a_server_that_hangs_in_its_update_is_left_behind(nursery: Nursery, tmp_path: Path) -> None:
-    limits = replace(QUICK, update_deadline_s=1.0)
+    limits = replace(QUICK, update_deadline_s=3.0)  # in which the other one has taken it, also on a busy machine
     async with world(nursery, tmp_path, "a", "b", limits=limits) as (_, dispatcher):
         await order(dispatcher, "a", faults={"update": "hang"})
         await dispatcher.update_weights(2, {})
