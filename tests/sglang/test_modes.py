@@ -7,10 +7,12 @@ from typing import Any
 
 import openai
 import orjson
+import pytest
 
 from tests.e2e import omni
 from tests.e2e.runs import left_behind, start
 from tests.sglang.served_runs import events, finish, line, read_until
+from tests.strength import LONG
 
 OMNI = Path(omni.__file__)
 ALONE = (
@@ -46,11 +48,20 @@ def test_a_server_gives_its_memory_to_the_trainer_in_turn_in_a_run_that_sees_and
     assert left_behind(tmp_path) == []
 
 
-def test_each_of_two_processes_that_generate_and_train_in_turn_has_a_server_of_its_own(tmp_path: Path) -> None:
+ADAPTERS = ("train.lora={'rank': 4, 'alpha': 8.0}", "train.lr=1e-2")
+IN_FULL = pytest.mark.skipif(not LONG, reason="two more servers: RONDO_TEST_LONG=1")
+
+
+@pytest.mark.parametrize(
+    "trained", [pytest.param(ADAPTERS, id="adapters"), pytest.param((), id="weights", marks=IN_FULL)]
+)
+def test_each_of_two_processes_that_generate_and_train_in_turn_has_a_server_of_its_own_that_keeps_adapters_asleep(
+    tmp_path: Path, trained: tuple[str, ...]
+) -> None:
     sets = (
         "num_steps=4", "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages'], 'processes': 2}]",
         "rollout.sglang.release_memory=True", 'rollout.sglang.arguments={"log-level-http": "info"}',
-        "rollout.endpoint.max_sessions=2",
+        "rollout.endpoint.max_sessions=2", *trained,
     )  # fmt: skip
     ended = finish(start(line(tmp_path, *sets), tmp_path), tmp_path / "small")
     assert ended.code == 0, ended.output
