@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from rondo.launch.report.records import evaluation_records, step_records
+from rondo.runtime.processes.guard import guarded
 
 ROOT = Path(__file__).resolve().parent.parent
 _RUN_LIMIT_S = 7200.0
 
 
 def rondo(*words: str) -> None:
-    command = [sys.executable, "-m", "rondo.launch.cli", *words]
+    # Guarded, so that a benchmark that is killed leaves no run behind.
+    command = guarded([sys.executable, "-m", "rondo.launch.cli", *words])
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_RUN_LIMIT_S, check=False)
     if done.returncode:
         raise SystemExit(
