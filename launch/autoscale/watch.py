@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from rondo.launch.autoscale.decide import AutoscaleConfig, Decision, Sample, State, decide
+from rondo.launch.elastic.request import Wish
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.records.telling import tell_every
 
@@ -152,6 +153,7 @@ def autoscaler(rules: AutoscaleConfig, scaler: Scaler, tell: Callable[[str, Mapp
         return Replicas(view.replicas.get(ROLE, ()), serving, scaling=view.active is not None)
 
     def scale(target: int, reason: str) -> object:
-        return scaler.request(ROLE, target, reason=f"{ASKED}{reason}")
+        there = len(scaler.view().replicas.get(ROLE, ()))
+        return scaler.ask(Wish(ROLE, "scale_in" if target < there else "scale_out", target, f"{ASKED}{reason}"))
 
     return Autoscaler(rules, replicas, scale, tell, most=scaler.most(ROLE))

@@ -76,7 +76,8 @@ class Replica:
 @dataclass(frozen=True, slots=True)
 class Wish:
     """What is asked for. num_replicas: the total that there is to be then (of a restart: none). timeout_s: until new replicas are
-    up, or until those that leave are ended where they have not left; None: as the settings say."""
+    up, else they are given up; until those that leave have ended what they have, else it goes to others; of a restart, for each
+    replica; None: as the settings say. idempotency_key: the same wish under the same key is one request."""
 
     role: str
     action: Action

@@ -18,7 +18,7 @@ from typing import Any
 from aiohttp import web
 from pydantic import Field, create_model
 
-from rondo.launch.elastic.request import Action, Policy, Request, Status
+from rondo.launch.elastic.request import Action, Policy, Request, Status, Wish
 from rondo.launch.elastic.scaler import EngineView, Scaler, ScalingView
 from rondo.runtime.admin.endpoint import AdminServer, Handler, json_answer
 from rondo.runtime.admin.openapi import BODY, QUERY, Operation
@@ -63,24 +63,20 @@ def mount(admin: AdminServer, scaler: Scaler, roles: tuple[str, ...]) -> None:
     def scaling(role: str, action: Action) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
             asked: Scale = request[BODY]
-            found = scaler.request(
-                role, asked.num_replicas, action=action, reason=asked.reason, timeout_s=asked.timeout_secs,
-                force=asked.force, dry_run=asked.dry_run, policy=asked.policy, engine_urls=tuple(asked.engine_urls),
-                idempotency_key=asked.idempotency_key, model_name=asked.model_name,
+            wish = Wish(
+                role, action, asked.num_replicas, asked.reason, asked.timeout_secs, asked.force, asked.dry_run, asked.policy,
+                tuple(asked.engine_urls), asked.idempotency_key, asked.model_name,
             )  # fmt: skip
-            return _answer(found)
+            return _answer(scaler.ask(wish))
 
         return handler
 
     def restarting(role: str) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
             asked: Restart = request[BODY]
-            return _answer(
-                scaler.restart(
-                    role, reason=asked.reason, timeout_s=asked.timeout_secs, force=asked.force, dry_run=asked.dry_run,
-                    idempotency_key=asked.idempotency_key,
-                )
-            )  # fmt: skip
+            limits = asked.timeout_secs, asked.force, asked.dry_run
+            wish = Wish(role, "restart", 0, asked.reason, *limits, idempotency_key=asked.idempotency_key)
+            return _answer(scaler.ask(wish))
 
         return handler
 

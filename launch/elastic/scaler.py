@@ -4,8 +4,8 @@ Owns the doing: it tells the supervisor which role groups come and leave, severa
 an event. Does not own the decisions (`requests.py`), whether there is room (`room.py`), or the way of a replica (supervision).
 It lives in the supervisor's process, so that a coordinator may die and come back meanwhile.
 
-    scaler.request("rollout", 3, reason="more load")     ->   Request(status=PENDING, request_id="3f2a...")
-    scaler.view().requests[0].status                      ->   ACTIVE
+    scaler.ask(Wish("rollout", "scale_out", 3, "more load"))    ->   Request(status=PENDING, request_id="3f2a...")
+    scaler.view().requests[0].status                             ->   ACTIVE
 
 For the event loop of the supervisor alone.
 """
@@ -17,13 +17,13 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rondo.launch.config import RunConfig
 from rondo.launch.elastic.joining import Attach, Detach, GiveUp
-from rondo.launch.elastic.request import Action, Policy, Replica, Request, Status, Wish
+from rondo.launch.elastic.request import Replica, Request, Status, Wish
 from rondo.launch.elastic.requests import Add, Drain, Order, Requests, Stay, replicas_of
 from rondo.launch.elastic.room import Room
 from rondo.launch.groups import TRAINED
@@ -120,63 +120,15 @@ class Scaler:
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
-    def request(
-        self,
-        role: str,
-        target: int,
-        *,
-        reason: str,
-        action: Action | None = None,
-        timeout_s: float | None = None,
-        force: bool = False,
-        dry_run: bool = False,
-        policy: Policy = "keep_partial",
-        engine_urls: tuple[str, ...] = (),
-        idempotency_key: str | None = None,
-        model_name: str = "default",
-    ) -> Request:
-        """There are to be `target` replicas of a role. The answer is PENDING, and `get` tells how it goes on; NOOP where there
-        are so many; CONFLICT while another request is under way; REJECTED, with the reason, where it cannot be.
-
-        action: "scale_out" or "scale_in", where nothing else is meant; None: whichever leads there. timeout_s: until new replicas
-        are up, else they are given up; until those that leave have ended what they have, else it goes to others (`force`: at
-        once). policy: what becomes of new replicas where others of them do not come up. idempotency_key: the same wish under the
-        same key is one request. ConfigError for a role whose number is fixed, or a key of another wish.
-        """
-        living = len(self.view().replicas.get(role, ()))
-        engine_urls = tuple(dict.fromkeys(map(address_of, engine_urls)))
-        if action is None:
-            action = "scale_in" if target < living else "scale_out"
-        return self._ask(
-            Wish(
-                role,
-                action,
-                target,
-                reason,
-                timeout_s,
-                force,
-                dry_run,
-                policy,
-                engine_urls,
-                idempotency_key,
-                model_name,
-            )
-        )
-
-    def restart(
-        self,
-        role: str,
-        *,
-        reason: str,
-        timeout_s: float | None = None,
-        force: bool = False,
-        dry_run: bool = False,
-        idempotency_key: str | None = None,
-    ) -> Request:
-        """All replicas of a role drain, end and start again, one after another; the first that does not come back ends it.
-        timeout_s: for each. Otherwise as `request`."""
-        wish = Wish(role, "restart", 0, reason, timeout_s, force, dry_run, idempotency_key=idempotency_key)
-        return self._ask(wish)
+    def ask(self, wish: Wish) -> Request:
+        """The request of a wish is PENDING, and `get` tells how it goes on; NOOP where it is so already; CONFLICT while another
+        request is under way; REJECTED, with the reason, where it cannot be. ConfigError for a role whose number is fixed, or a
+        key of another wish."""
+        wish = replace(wish, engine_urls=tuple(dict.fromkeys(map(address_of, wish.engine_urls))))
+        request = self._requests.ask(wish, self._seen(), self._clock())
+        if not wish.dry_run:
+            self._told_of(request)
+        return request
 
     def cancel(self, request_id: str) -> Request:
         """Undo the request under way: what came leaves, what was to leave stays. ConfigError for one that is over or unknown."""
@@ -290,12 +242,6 @@ class Scaler:
         if request.status is Status.ACTIVE and request.weight_version is None:
             request = self._requests.note(request_id, weight_version=self._oldest(request.engine_ids))
         self._told_of(request)
-
-    def _ask(self, wish: Wish) -> Request:
-        request = self._requests.ask(wish, self._seen(), self._clock())
-        if not wish.dry_run:
-            self._told_of(request)
-        return request
 
     def _do(self, orders: list[Order]) -> None:
         try:

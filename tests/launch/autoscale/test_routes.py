@@ -34,9 +34,9 @@ async def test_an_autoscaler_tells_of_itself_and_is_changed_with_the_runs_token_
 
     try:
         scales.look()
-        rig.scaler.request("rollout", 2, reason="by hand")
+        rig.ask(2, reason="by hand")
         rig.settle()
-        rig.scaler.request("rollout", 3, reason="autoscale: the trainer waits")
+        rig.ask(3, reason="autoscale: the trainer waits")
         found = await get("status")
         assert (found["enabled"], found["current_engines"], found["max_engines"]) == (True, 2, 4)
         assert found["last_decision"]["reason"] == "too little was seen of this number of replicas"

@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 
 from rondo.launch.config import RunConfig, load, override
-from rondo.launch.elastic.request import Status
+from rondo.launch.elastic.request import Action, Request, Status, Wish
 from rondo.launch.elastic.room import PREPARED
 from rondo.launch.elastic.routes import mount
 from rondo.launch.elastic.scaler import Scaler
@@ -100,6 +100,13 @@ class Rig:
         assert kind == "scaling"
         self.events.append(data)
 
+    def ask(self, target: int, action: Action | None = None, **fields: Any) -> Request:
+        """Of rollout; without an action whichever leads there."""
+        there = len(self.scaler.view().replicas.get("rollout", ()))
+        return self.scaler.ask(
+            Wish("rollout", action or ("scale_in" if target < there else "scale_out"), target, **fields)
+        )
+
     def settle(self) -> None:
         while self.scaler.view().active is not None:
             self.scaler.advance()
@@ -107,7 +114,7 @@ class Rig:
 
 def test_an_autoscaler_asks_for_a_total_and_reads_how_it_goes(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    asked = rig.scaler.request("rollout", 3, reason="queue above 10")
+    asked = rig.ask(3, reason="queue above 10")
     assert asked.status is Status.PENDING and rig.scaler.view().active == asked
     rig.proved = {"rollout-1/rollout.0": 4, "rollout-2/rollout.0": 5, "rollout-0/rollout.0": 2}
     rig.settle()
@@ -120,7 +127,7 @@ def test_an_autoscaler_asks_for_a_total_and_reads_how_it_goes(tmp_path: Path) ->
     endpoints[0].parent.mkdir()
     for path in endpoints:
         path.touch()
-    rig.scaler.request("rollout", 1, reason="idle")
+    rig.ask(1, reason="idle")
     rig.settle()
     assert [path.exists() for path in endpoints] == [True, False]
     assert rig.scaler.view().requests[0].status is Status.COMPLETED
@@ -136,7 +143,7 @@ def test_a_critic_of_a_group_of_its_own_can_start_again(tmp_path: Path) -> None:
 
 def test_a_replica_that_is_given_up_is_told_with_what_it_failed_of(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    asked = rig.scaler.request("rollout", 3, reason="")
+    asked = rig.ask(3, reason="")
     rig.scaler.advance()
     del rig.supervisor.groups["rollout-2"]
     rig.settle()
@@ -190,30 +197,30 @@ async def test_engines_that_run_already_are_attached_shown_and_let_go_and_a_call
         return rig.scaler.view().requests[0].status
 
     urls = ("HTTP://A:1/", "http://a:1")
-    request = rig.scaler.request("rollout", 0, action="scale_out", reason="", engine_urls=urls)
+    request = rig.ask(0, action="scale_out", reason="", engine_urls=urls)
     assert request.selected_engines == ("http://a:1",)
     rig.scaler.advance()
     await replica.begun.wait()
     rig.scaler.cancel(request.request_id)
     assert await settled() is Status.CANCELLED and replica.states == {}
     replica.go_on.set()
-    rig.scaler.request("rollout", 0, action="scale_out", reason="", engine_urls=urls)
+    rig.ask(0, action="scale_out", reason="", engine_urls=urls)
     assert await settled() is Status.ACTIVE and set(asked) == {"rollout-0.0"}
     await rig.scaler._look_at_engines()
     told = rig.scaler.engines("rollout")[-1]
     assert (told.url, told.origin, told.group, told.state, told.weight_version) == (
         "http://a:1", "attached", "rollout-0", "active", 3,
     )  # fmt: skip
-    rig.scaler.request("rollout", 0, action="scale_in", reason="", engine_urls=urls)
+    rig.ask(0, action="scale_in", reason="", engine_urls=urls)
     assert await settled() is Status.COMPLETED and rig.scaler.engines("rollout")[-1].engine_id == "rollout-0"
-    embedded = Rig(tmp_path).scaler.request("rollout", 0, action="scale_out", reason="", engine_urls=urls)
+    embedded = Rig(tmp_path).ask(0, action="scale_out", reason="", engine_urls=urls)
     assert embedded.status is Status.REJECTED and "generates with servers" in embedded.message
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "bus.ring_bytes=67108864", free=100 << 20)
-    assert rig.scaler.request("rollout", 2, reason="", dry_run=True).status is Status.PENDING
-    refused = rig.scaler.request("rollout", 3, reason="")
+    assert rig.ask(2, reason="", dry_run=True).status is Status.PENDING
+    refused = rig.ask(3, reason="")
     assert (refused.status, refused.message) == (
         Status.REJECTED,
         "2 more of rollout must fit into the 100 MiB of memory that are free in the machine, got 128 MiB: for each 64 MiB of "
@@ -224,35 +231,35 @@ def test_what_does_not_fit_is_refused_with_the_numbers(tmp_path: Path) -> None:
 
 def test_servers_that_are_named_in_the_settings_have_one_replica(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "rollout.sglang={'urls': ['http://h:1']}")
-    refused = rig.scaler.request("rollout", 2, reason="")
+    refused = rig.ask(2, reason="")
     assert refused.status is Status.REJECTED and "must be 1 with rollout.sglang.urls" in refused.message
 
 
 def test_no_fewer_stay_than_the_settings_ask_for(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "groups.0.replicas=3", "rollout.min_engines=2")
-    refused = rig.scaler.request("rollout", 1, reason="")
+    refused = rig.ask(1, reason="")
     assert (refused.status, refused.message) == (
         Status.REJECTED, "num_replicas must be at least 2, got 1. Lower rollout.min_engines, or stop the run to end all",
     )  # fmt: skip
-    assert rig.scaler.request("rollout", 2, reason="", dry_run=True).status is Status.PENDING
+    assert rig.ask(2, reason="", dry_run=True).status is Status.PENDING
 
 
 def test_new_replicas_get_devices_that_nobody_has_and_give_them_back(tmp_path: Path) -> None:
     rig = Rig(tmp_path, "groups.0.devices=1", "groups.1.devices=1", free=64 * GIB)
     write_json(tmp_path / PREPARED, {"first_devices": {"rollout-0": 0, "actor-0": 1}, "num_devices": 4})
-    rig.scaler.request("rollout", 3, reason="")
+    rig.ask(3, reason="")
     rig.settle()
     assert read_json(tmp_path / PREPARED)["first_devices"] == {
         "rollout-0": 0, "actor-0": 1, "rollout-1": 2, "rollout-2": 3,
     }  # fmt: skip
-    refused = rig.scaler.request("rollout", 4, reason="")
+    refused = rig.ask(4, reason="")
     assert refused.message == (
         "1 more of rollout must find 1 free devices, 1 beside each other for each, got room for 0 of them. Ask for fewer, or "
         "scale another role in"
     )
-    rig.scaler.request("rollout", 2, reason="")
+    rig.ask(2, reason="")
     rig.settle()
-    rig.scaler.request("rollout", 3, reason="")
+    rig.ask(3, reason="")
     rig.settle()
     assert read_json(tmp_path / PREPARED)["first_devices"]["rollout-3"] == 3
 
@@ -260,7 +267,7 @@ def test_new_replicas_get_devices_that_nobody_has_and_give_them_back(tmp_path: P
 def test_what_the_supervisor_refuses_and_a_run_that_ends_fail_a_request(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     for change, why in ({"refuses": True}, "no"), ({"phase": "stopping"}, "the run is stopping"):
-        rig.scaler.request("rollout", 2, reason="")
+        rig.ask(2, reason="")
         vars(rig.supervisor).update(change)
         rig.scaler.advance()
         assert (rig.scaler.view().requests[0].status, rig.scaler.view().requests[0].error_message) == (
@@ -268,14 +275,14 @@ def test_what_the_supervisor_refuses_and_a_run_that_ends_fail_a_request(tmp_path
             why,
         )
     vars(rig.supervisor).update(refuses=False, phase="restarting")
-    rig.scaler.request("rollout", 2, reason="")
+    rig.ask(2, reason="")
     rig.scaler.advance()
     assert rig.scaler.view().active is not None  # it goes on with the next attempt
 
 
 def test_a_run_of_other_role_groups_than_its_settings_scales_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="none of this run"):
-        Rig(tmp_path, fixed=True).scaler.request("rollout", 2, reason="")
+        Rig(tmp_path, fixed=True).ask(2, reason="")
 
 
 @asynccontextmanager
@@ -348,6 +355,6 @@ async def test_a_role_on_the_cores_has_at_most_eight_times_as_many_replicas_as_t
             400, "REJECTED", f"num_replicas of rollout must be at most {most} on this machine, got {most + 1}. Ask for fewer, or "
             "start the run with more groups[rollout].replicas",
         )  # fmt: skip
-        assert rig.scaler.request("rollout", most, reason="").status is Status.PENDING
+        assert rig.ask(most, reason="").status is Status.PENDING
     more = Rig(tmp_path, f"groups.0.replicas={most}").scaler
     assert (more.most("rollout"), more.most("actor")) == (8 * most, None)
