@@ -7,7 +7,6 @@ number itself.
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
@@ -21,7 +20,7 @@ from pydantic import Field
 
 from rondo.launch.metrics.descriptions import numbers
 from rondo.launch.metrics.exposition import Newest, families
-from rondo.launch.report.records import is_step
+from rondo.launch.report.records import is_step, last_records
 from rondo.launch.report.timeline import chrome_trace, newest_steps, parse_steps, read_run, spans_of_steps
 from rondo.runtime.actors.broadcast import Broadcast
 from rondo.runtime.actors.ref import ActorRef
@@ -31,7 +30,6 @@ from rondo.runtime.admin.openapi import QUERY, Operation
 from rondo.runtime.admin.server import Handler, json_answer
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
 from rondo.runtime.processes import process
-from rondo.runtime.records.record import read_lines
 from rondo.runtime.records.telling import tell_every
 from rondo.runtime.section import Section
 from rondo.runtime.supervision.machine import State
@@ -163,13 +161,7 @@ class RunProvider:
     def samples(self) -> Any:
         """The newest samples that were written for people to read."""
         files = sorted((self._run_dir / "samples").glob("step_*.jsonl"))
-        if not files:
-            return []
-        with files[-1].open("rb") as file:
-            before = max(0, file.seek(0, os.SEEK_END) - _SAMPLES_BYTES)
-            file.seek(before)
-            lines = file.read(_SAMPLES_BYTES).splitlines(keepends=True)
-        return list(read_lines(lines[1 if before else 0 :][-_NUM_SAMPLES:], files[-1]))
+        return last_records(files[-1], _SAMPLES_BYTES, _NUM_SAMPLES) if files else []
 
     def metrics(self) -> Iterable[Family]:
         groups, bus = self._snapshot().groups, self._bus

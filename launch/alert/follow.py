@@ -30,12 +30,12 @@ import orjson
 
 from rondo.launch.alert.rules import LIFE, OURS, Recent, Rule
 from rondo.launch.alert.settings import AlertsConfig, addresses, hush, services, why_not
-from rondo.launch.dashboard.tail import Tail
 from rondo.launch.report.records import is_step
 from rondo.launch.rundir import existing_run, owner, read_json, write_json
 from rondo.launch.track.follow import NICE, PERIOD_S, cursor
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.records.record import log_to_stderr, read_lines
+from rondo.runtime.records.tail import Tail
 from rondo.runtime.records.telling import telling
 from rondo.runtime.reference import load_reference, relative_to
 

@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 
 from rondo.launch.dashboard.blocks import FOLDER, Blocks
-from rondo.launch.dashboard.tail import Tail
 from rondo.launch.metrics.exposition import process_of
 from rondo.launch.report.records import is_step
 from rondo.runtime.records.record import read_lines
+from rondo.runtime.records.tail import Tail
 
 _NO_CURVES = frozenset({"time", "step", "rank", "waits_s", "evaluation"})
 _BLOCK_BYTES = 8 << 20

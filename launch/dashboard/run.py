@@ -20,7 +20,6 @@ from urllib.parse import quote
 from rondo.launch.dashboard.memory import devices, held
 from rondo.launch.dashboard.metrics import Metrics
 from rondo.launch.dashboard.samples import Samples
-from rondo.launch.dashboard.tail import Tail
 from rondo.launch.dashboard.tokens import Tokens
 from rondo.launch.report.explain import Processor, Setup, explain
 from rondo.launch.report.status import ask, live_record
@@ -31,6 +30,7 @@ from rondo.launch.rundir import SupervisorRecord, owner, read_json, supervisor_r
 from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.errors import ConfigError, Refused, RondoError
 from rondo.runtime.records.record import last_lines, read_lines
+from rondo.runtime.records.tail import Tail
 
 _COUNTED = frozenset({"committed", "autoscale_holds"})
 """Kinds of events that come with every step."""

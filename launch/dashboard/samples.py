@@ -28,8 +28,8 @@ import numpy as np
 import orjson
 
 from rondo.launch.dashboard.blocks import FOLDER, Blocks
-from rondo.launch.dashboard.tail import Tail
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.records.tail import Tail
 
 TRAINED = "trained"
 """The kind of samples that were made for a step; others are named by their evaluation."""

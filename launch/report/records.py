@@ -11,6 +11,7 @@ from typing import Any
 
 from rondo.comm.bus.evaluations import ASKED
 from rondo.runtime.records.record import read_lines
+from rondo.runtime.records.tail import Tail
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -21,6 +22,13 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         return
     with file:
         yield from read_lines(file, path)
+
+
+def last_records(path: Path, num_bytes: int, num: int = 0) -> list[dict[str, Any]]:
+    """Those at the end of a JSONL file, in its last bytes, the newest `num` (0: all) of them, oldest first."""
+    before = max(0, path.stat().st_size - num_bytes) if path.exists() else 0
+    lines = Tail(path, before).read(num_bytes)
+    return list(read_lines(lines[before > 0 :][-num:], path))
 
 
 def is_step(record: Mapping[str, Any]) -> bool:

@@ -20,7 +20,6 @@ when nine in ten of the step's prompt groups were there to the last of them, is 
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -28,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from rondo.launch.report.intervals import Interval, intersect, length, subtract, union
-from rondo.launch.report.records import read_records
+from rondo.launch.report.records import last_records, read_records
 from rondo.launch.report.timeline import Reader, SpanRecord, whole_spans
-from rondo.runtime.records.record import JsonLines, read_lines
+from rondo.runtime.records.record import JsonLines
 from rondo.runtime.records.timeline import FLUSH_S, FOLDER
 
 FILE = "steps.jsonl"
@@ -306,12 +305,5 @@ def _step(record: Mapping[str, Any]) -> Step:
 
 def newest_steps(run: Path, num_steps: int, num_bytes: int = 256 << 10) -> list[Step]:
     """The last records of a run, in order of steps, from the end of their file alone."""
-    try:
-        with (run / FOLDER / FILE).open("rb") as file:
-            before = max(0, file.seek(0, os.SEEK_END) - num_bytes)
-            file.seek(before)
-            lines = file.read(num_bytes).splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    steps = {r["step"]: _step(r) for r in read_lines(lines[1 if before else 0 :], run / FOLDER / FILE)}
+    steps = {r["step"]: _step(r) for r in last_records(run / FOLDER / FILE, num_bytes)}
     return [steps[number] for number in sorted(steps)][-num_steps:]

@@ -24,6 +24,7 @@ from rondo.launch.progress import at_work
 from rondo.launch.rundir import existing_run
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.records.record import read_lines
+from rondo.runtime.records.tail import Tail
 from rondo.runtime.records.timeline import FLUSH_S, FOLDER, FORMAT
 
 _NEAR_NS = int(5 * FLUSH_S * 1e9)
@@ -107,15 +108,10 @@ class Reader:
 
     def read_file(self, path: Path, file: FileState, found: list[SpanRecord], most: int = -1) -> None:
         """Adds what has come to one file, of so many bytes at most."""
-        try:
-            with path.open("rb") as opened:
-                opened.seek(file.offset)
-                data = opened.read(most)
-        except FileNotFoundError:  # rotated away
-            return
-        whole = data[: data.rfind(b"\n") + 1]  # a killed writer may leave a part of a line
-        file.offset += len(whole)
-        for fields in read_lines(whole.splitlines(keepends=True), path):
+        tail = Tail(path, file.offset)
+        lines = tail.read(most)
+        file.offset = tail.offset
+        for fields in read_lines(lines, path):
             if isinstance(fields, list):
                 if file.shift is not None:
                     name, lane, start, duration, step, args, still = fields

@@ -23,10 +23,11 @@ import orjson
 from rondo.comm.bus.evaluations import ASKED
 from rondo.launch.metrics.exposition import process_of
 from rondo.launch.report.records import evaluation_figures, is_step
+from rondo.runtime.records.tail import Tail
 
 _NO_FIGURES = ("time", "step", "version", "rank", "waits_s", "critic", "evaluation")
-MOST = 500
-"""Points that are read at once."""
+PIECE_BYTES = 1 << 18
+"""Of the file that is read at once."""
 
 log = logging.getLogger("rondo.track")
 
@@ -56,23 +57,14 @@ class Points:
         evaluated = sorted(self._evaluated)
         return {"offset": self._offset, "number": self.number, "steps": self._steps, "evaluated": evaluated}
 
-    def read(self, most: int = MOST) -> list[Point]:
-        """The next points, about `most` of them at most. A line that is still written is left for later."""
-        found: list[Point] = []
-        try:
-            file = self._path.open("rb")
-        except FileNotFoundError:
-            return found
-        with file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                found += self._points(line)
-                if len(found) >= most:
-                    break
-        return found
+    def read(self, most: int = PIECE_BYTES) -> list[Point]:
+        """The next points, of so many bytes at most. A line that is still written is left for later."""
+        tail = Tail(self._path, self._offset)
+        lines = tail.read(most)
+        if tail.shrunk:
+            return []
+        self._offset = tail.offset
+        return [point for line in lines for point in self._points(line)]
 
     def _points(self, line: bytes) -> Iterator[Point]:
         try:
