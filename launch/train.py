@@ -53,6 +53,7 @@ from rondo.launch.report.summary import print_table, read, summarize, write
 from rondo.launch.report.view import open_view, say
 from rondo.launch.rundir import RunDir, checkpoint_of, existing_run, newest_run, owner, read_json, write_json
 from rondo.launch.track.beside import Beside
+from rondo.models.config import ModelConfig
 from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
 from rondo.runtime.admin.endpoint import AdminServer, listen
 from rondo.runtime.checkpoints import goes_on_from, newest_complete, set_aside, version_of
@@ -302,7 +303,7 @@ def prepared(
     options: TrainOptions,
     nursery: Nursery,
     groups: tuple[GroupSpec, ...],
-    **placed: Any,
+    num_steps: int | None = None,
 ) -> Iterator[tuple[RunDir, socket.socket]]:
     """A new run directory with all that its processes read, once every check has passed, and the socket of its admin endpoint.
     The folder that a model was built in is gone before anything starts, so that a killed run leaves none."""
@@ -315,46 +316,32 @@ def prepared(
             kept = resolve(as_kept(counted(taken, facts.num_rows), Path(folder)))
             code = Path(folder) / FOLDER
             run = stack.enter_context(RunDir.create(config.run_dir, name, kept, code, latest=options.trains))
-            _prepare(counted(config, facts.num_rows), run, facts, **placed)
+            _prepare(counted(config, facts.num_rows), run, facts, num_steps)
         yield run, admin
 
 
-def _prepare(
-    config: RunConfig,
-    run: RunDir,
-    facts: Facts,
-    *,
-    extra: Mapping[str, int] | None = None,
-    ranks: Mapping[str, int] | None = None,
-    num_steps: int | None = None,
-) -> None:
+def _prepare(config: RunConfig, run: RunDir, facts: Facts, num_steps: int | None) -> None:
     """What roles and coordinator read: where the model's files are, and the rules of the bus. num_steps: other than the settings
     say."""
+
+    def lies(path: str, model: ModelConfig | None, place: str) -> str:
+        """Where a model's files are from now on: one that a function has built comes along."""
+        if model is None or model.recipe is None:
+            return path
+        (run.path / place).parent.mkdir(exist_ok=True)
+        shutil.move(path, run.path / place)
+        return place
+
     assert facts.model_path is not None and facts.num_rows is not None
-    model_path = facts.model_path
-    if config.model.recipe is not None:
-        model_path = MODEL
-        shutil.move(facts.model_path, run.path / MODEL)
-    teachers = dict(facts.teacher_paths)
-    for name, teacher in config.distillation.named().items() if config.distillation is not None else ():
-        if teacher.model is not None and teacher.model.recipe is not None:
-            teachers[name] = f"{TEACHERS}/{name}"
-            (run.path / TEACHERS).mkdir(exist_ok=True)
-            shutil.move(facts.teacher_paths[name], run.path / TEACHERS / name)
-    judges = dict(facts.judge_paths)
-    for name, judge in config.judges.items():
-        if judge.model is not None and judge.model.recipe is not None:
-            judges[name] = f"{JUDGES}/{name}"
-            (run.path / JUDGES).mkdir(exist_ok=True)
-            shutil.move(facts.judge_paths[name], run.path / JUDGES / name)
-    devices = first_devices(config.groups) | dict(extra or {})
+    taught = config.distillation.named() if config.distillation is not None else {}
     found = {
-        "model_path": model_path, "teachers": teachers, "judges": judges, "first_devices": devices,
-        "num_devices": facts.num_devices,
+        "model_path": lies(facts.model_path, config.model, MODEL),
+        "teachers": {n: lies(path, taught[n].model, f"{TEACHERS}/{n}") for n, path in facts.teacher_paths.items()},
+        "judges": {n: lies(path, config.judges[n].model, f"{JUDGES}/{n}") for n, path in facts.judge_paths.items()},
+        "first_devices": first_devices(config.groups), "num_devices": facts.num_devices,
     }  # fmt: skip
     write_json(run.path / PREPARED, found)
     rules = coordinator_config(config, facts.num_rows, routed_bytes(config, facts.shape))
-    rules = replace(rules, ranks={**rules.ranks, **(ranks or {})})
     if num_steps is not None:
         rules = replace(rules, rules=replace(rules.rules, num_steps=num_steps))
     write_json(run.path / FINGERPRINTS, facts.fingerprints)
