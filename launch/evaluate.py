@@ -43,10 +43,9 @@ from rondo.runtime.checkpoints import MARKER, is_named
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.section import nearest
 from rondo.runtime.supervision.nursery import Nursery
-from rondo.runtime.supervision.orders import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
+from rondo.runtime.supervision.orders import EXIT_DONE, EXIT_FAILED
 
 FILE = "evaluation.json"
-EXIT_INTERRUPTED = 130
 _ROLE = "rondo.roles.evaluate:EvaluateRole"
 _LOOK_S = 0.5
 _LABEL = "start"
@@ -100,12 +99,7 @@ def main(
             of = {"source": source, "checkpoint": meant.checkpoint and meant.checkpoint.name, "seed": settings.seed}
             write_json(run.path / FILE, of | found)
             _tell(run.path, found)
-    if outcome.exit_code == EXIT_REQUEUE:
-        return EXIT_INTERRUPTED
-    if outcome.exit_code != EXIT_DONE:
-        print(outcome.first_cause, file=sys.stderr)
-        return EXIT_FAILED
-    return EXIT_DONE
+    return train.ended(outcome)
 
 
 def _named(names: Sequence[str]) -> EvalConfig | None:

@@ -34,9 +34,8 @@ from rondo.roles.training.trained_samples import steps_of
 from rondo.runtime.checkpoints import check_format, complete, folder_of, goes_on_from, resets, version_of
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision.nursery import Nursery
-from rondo.runtime.supervision.orders import EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE
+from rondo.runtime.supervision.orders import EXIT_DONE, EXIT_FAILED
 
-_EXIT_INTERRUPTED = 130
 _WEIGHTS = (train.MODEL, train.TEACHERS, "reference")
 """Folders of weights that a run makes before its first step, or its warm-up leaves."""
 
@@ -60,12 +59,7 @@ def main(path: Path, *, step: int, plain: bool, as_json: bool) -> int:
             _link(run, made.path, begun)
         outcome = train.supervised(train.settings_of(made), made, options, admin, nursery, specs, attempt=0)
     say(f"run directory: {made.path}")
-    if outcome.exit_code == EXIT_REQUEUE:
-        return _EXIT_INTERRUPTED
-    if outcome.exit_code != EXIT_DONE:
-        print(outcome.first_cause, file=sys.stderr)
-        return EXIT_FAILED
-    return tell(run, made.path, step, as_json=as_json)
+    return train.ended(outcome) or tell(run, made.path, step, as_json=as_json)
 
 
 def tell(run: Path, replayed: Path, step: int, *, as_json: bool) -> int:

@@ -62,7 +62,7 @@ from rondo.runtime.records import timeline
 from rondo.runtime.records.record import JsonLines
 from rondo.runtime.records.telling import PROCESS, tell_every, telling
 from rondo.runtime.supervision.nursery import Nursery
-from rondo.runtime.supervision.orders import EXIT_FAILED
+from rondo.runtime.supervision.orders import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE
 from rondo.runtime.supervision.spec import GroupSpec, Outcome, SupervisorConfig, role_modules
 from rondo.runtime.supervision.supervisor import Supervisor, stop_signals
 
@@ -246,7 +246,7 @@ def _run(
         if newest is not None and (newest / made).is_dir():
             say(f"result: {newest / made}")
     say(f"run directory: {run.path}")
-    if outcome.exit_code == 75:
+    if outcome.exit_code == EXIT_REQUEUE:
         say(f"stopped before the end: `rondo resume {run.path}` goes on")
     return outcome.exit_code
 
@@ -270,6 +270,13 @@ def supervised(
         )
     timeline.end()
     return outcome
+
+
+def ended(outcome: Outcome) -> int:
+    """The exit code of a command whose run leaves nothing to go on with: 130 where it was stopped; what it failed of is told."""
+    if outcome.exit_code == EXIT_FAILED:
+        print(outcome.first_cause, file=sys.stderr)
+    return EXIT_INTERRUPTED if outcome.exit_code == EXIT_REQUEUE else outcome.exit_code
 
 
 def _sum_up(run: Path, outcome: Outcome, wall_s: float, started: float) -> None:
