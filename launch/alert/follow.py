@@ -15,9 +15,7 @@ log.
 from __future__ import annotations
 
 import logging
-import os
 import re
-import select
 import signal
 import sys
 import time
@@ -31,10 +29,10 @@ import orjson
 from rondo.launch.alert.rules import LIFE, OURS, Recent, Rule
 from rondo.launch.alert.settings import AlertsConfig, addresses, hush, services, why_not
 from rondo.launch.report.records import is_step
-from rondo.launch.rundir import existing_run, owner, read_json, write_json
-from rondo.launch.track.follow import NICE, PERIOD_S, cursor
-from rondo.runtime.errors import ConfigError, RondoError
-from rondo.runtime.records.record import log_to_stderr, read_lines
+from rondo.launch.rundir import existing_run, read_json, write_json
+from rondo.launch.track.follow import PERIOD_S, Over, beside, cursor, over_without_owner
+from rondo.runtime.errors import ConfigError
+from rondo.runtime.records.record import read_lines
 from rondo.runtime.records.tail import Tail
 from rondo.runtime.records.telling import telling
 from rondo.runtime.reference import load_reference, relative_to
@@ -214,8 +212,8 @@ def through_apprise(urls: list[str]) -> Send:
     return send
 
 
-def follow(run: Path, config: AlertsConfig, over: Callable[[float], bool]) -> None:
-    """Until `over(seconds to wait)` says that the run has ended, and all is sent. ConfigError where nobody can be told, or
+def follow(run: Path, config: AlertsConfig, over: Over) -> None:
+    """Until `over` says that the run has ended, and all is sent. ConfigError where nobody can be told, or
     another process tells."""
     if (line := why_not(config)) is not None:
         raise ConfigError(line)
@@ -243,13 +241,7 @@ def by_hand(path: Path, *, test: bool) -> int:
     """`rondo alert`. RUN: a run, or with `test` a config too. 1 where an address did not take the test."""
     if not test:
         run = existing_run(path)
-
-        def over(wait_s: float) -> bool:
-            is_over = owner(run) is None
-            time.sleep(0 if is_over else wait_s)
-            return is_over
-
-        follow(run, of_run(run), over)
+        follow(run, of_run(run), over_without_owner(run))
         print(f"all is told of {run.name}")
         return 0
     if path.is_file():
@@ -276,16 +268,6 @@ def by_hand(path: Path, *, test: bool) -> int:
     return int(failed > 0)
 
 
-def beside(run: Path) -> int:
-    """In a process of its own: until stdin ends, with which the run says that it has."""
-    os.nice(NICE)
-    log_to_stderr({"tracker": NAME})
-    follow(run, of_run(run), lambda wait_s: bool(select.select([sys.stdin], [], [], wait_s)[0]))
-    return 0
-
-
 if __name__ == "__main__":
-    try:
-        sys.exit(beside(Path(sys.argv[1])))
-    except RondoError as error:
-        sys.exit(str(error))
+    watched = Path(sys.argv[1])
+    beside(NAME, lambda over: follow(watched, of_run(watched), over))

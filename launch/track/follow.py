@@ -22,7 +22,7 @@ import select
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -46,6 +46,8 @@ _TOLD = ("job", "seed", "num_steps", "max_staleness", "model", "algorithm", "tra
 """Of the settings; the others hold paths, addresses and environments."""
 _SUPERVISOR = "supervisor.0"
 _UNTOLD = ("sglang", "environment", "endpoint")
+Over = Callable[[float], bool]
+"""(seconds to wait for it) -> whether the run has ended."""
 
 
 class Tracker(Protocol):
@@ -75,8 +77,8 @@ class Run:
     settings: dict[str, str | int | float | bool]
 
 
-def follow(run: Path, config: TrackerConfig, over: Callable[[float], bool]) -> int:
-    """Tells of a run until `over(seconds to wait)` says that it has ended and nothing is left; the number of the last point.
+def follow(run: Path, config: TrackerConfig, over: Over) -> int:
+    """Tells of a run until `over` says that it has ended and nothing is left; the number of the last point.
     ConfigError where the package is missing, or another process follows for this tracker."""
     if (line := missing(config.name)) is not None:
         raise ConfigError(line)
@@ -89,9 +91,7 @@ def follow(run: Path, config: TrackerConfig, over: Callable[[float], bool]) -> i
         return points.number
 
 
-def _tell(
-    tracker: Tracker, run: Path, file: Path, kept: dict[str, Any], over: Callable[[float], bool]
-) -> tuple[Points, dict[str, Any]]:
+def _tell(tracker: Tracker, run: Path, file: Path, kept: dict[str, Any], over: Over) -> tuple[Points, dict[str, Any]]:
     points, has = Points(run / "metrics.jsonl", kept.get("points")), tracker.last
     if has is not None and has < points.number:
         points = Points(run / "metrics.jsonl")
@@ -168,34 +168,39 @@ def by_hand(path: Path, to: str, **given: Any) -> int:
     """`rondo track`: as the run's own settings say, where they name the tracker, but for what is given."""
     run = existing_run(path)
     chosen = {name: value for name, value in given.items() if value not in (None, False)}
-    settings = read_json(run / "config.resolved.json").get("trackers", [])
-    asked = next((each for each in settings if each["name"] == to), {"name": to})
-    config = TrackerConfig.model_validate(asked | chosen)
-
-    def over(wait_s: float) -> bool:
-        is_over = owner(run) is None
-        if wait_s and not is_over:
-            time.sleep(wait_s)
-        return is_over
-
     with at_work(f"tells {to} of {run.name}"):
-        number = follow(run, config, over)
+        number = follow(run, _config(run, to, chosen), over_without_owner(run))
     print(f"{to} has {number} points of {run.name}, of {sum(1 for _ in read_records(run / 'metrics.jsonl'))} records")
     return 0
 
 
-def beside(run: Path, name: str) -> int:
-    """In a process of its own: until stdin ends, with which the run says that it has."""
+def _config(run: Path, name: str, given: Mapping[str, Any]) -> TrackerConfig:
+    settings = read_json(run / "config.resolved.json").get("trackers", [])
+    asked = next((each for each in settings if each["name"] == name), {"name": name})
+    return TrackerConfig.model_validate(asked | given)
+
+
+def over_without_owner(run: Path) -> Over:
+    """By hand: the run has ended when nobody owns it."""
+
+    def over(wait_s: float) -> bool:
+        is_over = owner(run) is None
+        time.sleep(0 if is_over else wait_s)
+        return is_over
+
+    return over
+
+
+def beside(name: str, tell: Callable[[Over], object]) -> None:
+    """In a process of its own: the run has ended when stdin does."""
     os.nice(NICE)
     log_to_stderr({"tracker": name})
-    settings = read_json(run / "config.resolved.json")["trackers"]
-    config = TrackerConfig.model_validate(next(each for each in settings if each["name"] == name))
-    follow(run, config, lambda wait_s: bool(select.select([sys.stdin], [], [], wait_s)[0]))
-    return 0
+    try:
+        tell(lambda wait_s: bool(select.select([sys.stdin], [], [], wait_s)[0]))
+    except RondoError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(beside(Path(sys.argv[1]), sys.argv[2]))
-    except RondoError as error:
-        sys.exit(str(error))
+    path, service = Path(sys.argv[1]), sys.argv[2]
+    beside(service, lambda over: follow(path, _config(path, service, {}), over))
