@@ -184,24 +184,20 @@ def digest(file: Path) -> str | None:
 
 def _copy(found: _Found, main: Path, folder: Path) -> None:
     folder.mkdir(parents=True)
-    origins = _origins(found.base)
+    # Where another run begins with the code of one, it was taken from where that took it.
+    origins = _told(found.base)["files"] if (found.base / TAKEN).is_file() else {}
     files = {}
     for place, file in found.files.items():
         copy = folder / place
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(file, copy)
-        files[place] = {"from": origins.get(place, str(file)), "digest": digest(copy)}
+        files[place] = {"from": origins.get(place, {}).get("from", str(file)), "digest": digest(copy)}
     for place in found.modules.values():
         if place not in files:  # a package without a file of its own
             (folder / place).touch()
             files[place] = {"from": str(found.base / place), "digest": digest(folder / place)}
     told = {"config": found.place(main), "modules": found.modules, "files": files, "imports": sorted(found.others)}
     (folder / TAKEN).write_bytes(orjson.dumps(told, option=orjson.OPT_INDENT_2))
-
-
-def _origins(base: Path) -> dict[str, str]:
-    """Where the files of a run's code were taken from, when another run begins with them."""
-    return {place: each["from"] for place, each in _told(base)["files"].items()} if (base / TAKEN).is_file() else {}
 
 
 def _own_file(target: str, config_file: Path) -> Path | None:

@@ -391,7 +391,8 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
     except ConfigError:
         raise
     except ValidationError as error:
-        where, places = _where(error, file, path), _places_of(error.title, kind)
+        where, title = _where(error, file, path), error.title
+        places = [place for place, owner in sections(kind) if owner.__name__ == title] or [title]
         told = explain(error, where, places[0])
         if len(places) > 1:  # which one is told by its line
             told = ConfigError(
@@ -525,11 +526,6 @@ def _where(error: BaseException, file: str, path: Path) -> str:
         return f"{path}:{own[-1].lineno}" if own else str(path)
     inside = f", called from {path}:{own[-1].lineno}" if own else ""
     return f"{last.filename}:{last.lineno}{inside}" if last is not None else str(path)
-
-
-def _places_of(title: str, root: type[BaseModel]) -> list[str]:
-    """The paths at which a section of that type may stand in the tree: "train" for TrainConfig."""
-    return [path for path, owner in sections(root) if owner.__name__ == title] or [title]
 
 
 def _similar_file(path: Path) -> str:

@@ -70,7 +70,8 @@ def as_reference(value: object) -> str:
             "defined more than once). Other processes load it by name: give it a `def` of its own"
         )
     file = file_of(module)
-    by_file = "." not in module_name and file is not None and (_is_file_module(module_name) or not is_installed(file))
+    own = module_name == "__main__" or module_name.startswith(_FILE_MODULE)
+    by_file = "." not in module_name and file is not None and (own or not is_installed(file))
     reference = f"{file}:{name}" if by_file else f"{module_name}:{name}"
     _named[reference] = value
     return reference
@@ -281,7 +282,3 @@ def _importable(folder: Path) -> Iterator[None]:
         sys.path.remove(entry)
         if entry not in sys.path:
             sys.path.append(entry)
-
-
-def _is_file_module(name: str) -> bool:
-    return name.startswith(_FILE_MODULE) or name == "__main__"

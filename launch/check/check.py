@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import orjson
+from pydantic import TypeAdapter
 
 from rondo.comm.ring.litmus import litmus
 from rondo.launch.alert.settings import why_not
@@ -426,7 +427,7 @@ def _in_child(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequen
             f"{' | '.join(last) or 'no output'}. Run the functions that the settings name by themselves"
         )
         return Report([error(text)])
-    report = Report.of_json((folder / ANSWER).read_bytes())
+    report = TypeAdapter(Report).validate_json((folder / ANSWER).read_bytes())
     # Demonstrations can come from the rows that are trained on: what is wrong with those is told once.
     report.findings = list(dict.fromkeys(report.findings))
     return report

@@ -95,7 +95,7 @@ def main() -> None:
         report.look(lambda: look_at_reward(config, report, look_at_rows), "reward.function")
     else:
         look_at_rows()
-    (folder / ANSWER).write_bytes(report.to_json())
+    (folder / ANSWER).write_bytes(orjson.dumps(report))
 
 
 def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[], Sequence[Row]]) -> None:

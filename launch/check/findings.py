@@ -10,9 +10,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-import orjson
-from pydantic import TypeAdapter
-
 from rondo.launch.check.estimate import Shape, Traced
 from rondo.roles.data.fingerprints import Fingerprint
 from rondo.runtime.errors import RondoError
@@ -65,17 +62,10 @@ class Report:
     findings: list[Finding] = field(default_factory=list)
     facts: Facts = field(default_factory=Facts)
 
-    def to_json(self) -> bytes:
-        return orjson.dumps(self)
-
-    @staticmethod
-    def of_json(told: bytes) -> Report:
-        return TypeAdapter(Report).validate_json(told)
-
     def add(self, level: Literal["ok", "note", "error"], text: str) -> None:
         self.findings.append(Finding(level, in_users_words(text)))
 
-    def look(self, at: Callable[[], None], what: str) -> None:
+    def look(self, at: Callable[[], object], what: str) -> None:
         """Runs one look. An error of ours has its text; one of user code or of a library is told with type and place."""
         try:
             at()

@@ -50,7 +50,7 @@ def look_at_own(config: RunConfig, report: Report) -> None:
         (AFTER, train.after_step, ("step", "metrics")),
     ):
         if reference is not None:
-            report.look(partial(_loads, setting, reference, *names), setting)
+            report.look(partial(_load, setting, reference, *names), setting)
     if config.sandbox != SandboxConfig() or _asks_for_a_sandbox(config):
         report.look(partial(_try_sandbox, config, report), "sandbox")
 
@@ -117,10 +117,6 @@ def _load(setting: str, reference: str, *names: str) -> Callable[..., Any]:
             f"{setting} must take ({', '.join(names)}), got {reference} ({error}). Change its parameters"
         ) from error
     return function
-
-
-def _loads(setting: str, reference: str, *names: str) -> None:
-    _load(setting, reference, *names)
 
 
 def _try_advantage(reference: str) -> None:

@@ -158,8 +158,10 @@ def judge_devices(config: RunConfig, facts: Facts, device_bytes: int) -> Iterato
 
 def tell_hosts(config: RunConfig, facts: Facts) -> Iterator[Finding]:
     """What a process of each group holds that computes on the CPU."""
-    for group in config.groups if facts.shape is not None else ():
-        if not group.devices and (held := sizes_of(config, facts, group)):
+    if facts.shape is None:
+        return
+    for group in config.groups:
+        if not group.devices and (held := held_by(config, facts.shape, facts.traced, group)):
             yield ok(f"{group.name} takes {show_bytes(sum(each.needed for each in held))} a process: {_told(held)}")
 
 
@@ -178,12 +180,6 @@ def _training(config: RunConfig, facts: Facts, group: RoleGroup, room: int) -> I
             f"a rank of {group.name} sends {show_bytes(sum(traced.sent.values()))} in a step of {traced.num_micro_batches} "
             f"micro-batches, and receives as much, traced: {_show(traced.sent)}"
         )
-
-
-def sizes_of(config: RunConfig, facts: Facts, group: RoleGroup) -> tuple[Sizes, ...]:
-    """What a process of `group` holds; nothing where it is not known, or another process does it."""
-    assert facts.shape is not None
-    return held_by(config, facts.shape, facts.traced, group) or ()
 
 
 def segment_bytes(
@@ -293,7 +289,7 @@ def node_parts(config: RunConfig, facts: Facts, shape: Shape, counts: Mapping[st
             if role in group.roles and role in facts.traced:
                 computing += number * facts.traced[role].parts[OFFLOADED]
         if not group.devices:
-            computing += number * sum(each.needed for each in sizes_of(config, facts, group))
+            computing += number * sum(each.needed for each in held_by(config, shape, facts.traced, group) or ())
         else:
             asleep += number * at_rest(config, shape, group)
     return parts | {"processes": programs, "computing on the CPU": computing, "SGLang's weights at rest": asleep}

@@ -49,7 +49,7 @@ from rondo.launch.dashboard.media import read
 from rondo.launch.dashboard.run import Run
 from rondo.launch.dashboard.samples import Wanted
 from rondo.launch.rundir import existing_run
-from rondo.runtime.admin.endpoint import Failed, Failure
+from rondo.runtime.admin.endpoint import Failed, failed
 from rondo.runtime.admin.guard import Guard, Scope, TurnedDown
 from rondo.runtime.admin.openapi import BODY, QUERY, Nothing, Operation
 from rondo.runtime.admin.server import HttpServer, Limits, bind, dumps
@@ -160,10 +160,6 @@ def _find(run: Run, query: Find) -> dict[str, Any]:
     return run.samples.find(wanted, query.before, query.limit)
 
 
-def _medium(run: Run, query: Medium) -> tuple[bytes, str]:
-    return read(run.path, query.name)
-
-
 def _series(run: Run, query: Series) -> dict[str, Any]:
     run.metrics.advance()
     series = run.metrics.series(query.names.split(","), query.first, query.last, query.points)
@@ -205,7 +201,7 @@ class Dashboard:
     ) -> None:
         self.runs = _named(paths)
         guard = Guard([token], given, open_reads=is_loopback(host))
-        self.http = HttpServer("rondo: runs", guard, _failed, Failed, _LIMITS, host=host, tls=tls)
+        self.http = HttpServer("rondo: runs", guard, failed, Failed, _LIMITS, host=host, tls=tls)
         self._threads = {id: ThreadPoolExecutor(1, f"run-{id}") for id in self.runs}
         for path in ("/", "/assets/{name}"):
             self.http.route("GET", path, self._asset, scope="open", operation=None)
@@ -215,8 +211,9 @@ class Dashboard:
             told = Operation(text, Any, query=query)
             self.http.route("GET", f"/api/runs/{{run}}{suffix}", self._of_run(method), scope=scope, operation=told)
         one = Operation("An image, a sound or a video of kept samples.", bytes, query=Medium)
+        medium: Callable[[Run, Medium], tuple[bytes, str]] = lambda run, query: read(run.path, query.name)  # noqa: E731
         self.http.route(
-            "GET", "/api/runs/{run}/media", self._of_run(_medium, made=_file), scope="content", operation=one
+            "GET", "/api/runs/{run}/media", self._of_run(medium, made=_file), scope="content", operation=one
         )
         act = Operation("Have a live run do something.", Any, takes=Act)
         do = self._of_run(lambda run, asked: run.act(asked.what, asked.role, asked.num_replicas, asked.token), BODY)
@@ -275,10 +272,6 @@ def _file(found: tuple[bytes, str]) -> web.Response:
         "Cache-Control": "private, max-age=3600",
     }
     return web.Response(body=body, content_type=form, headers=headers)
-
-
-def _failed(status: int, kind: str, words: str) -> Failed:
-    return Failed(error=Failure(status=status, type=kind, message=words))
 
 
 def _named(paths: Sequence[Path]) -> Mapping[str, Run]:

@@ -33,7 +33,8 @@ class Room:
         if "rollout" in group.roles and sglang is not None and sglang.urls:
             return "num_replicas must be 1 with rollout.sglang.urls, whose servers one replica feeds. Attach more by engine_urls"
         rings = group.processes * (bus.ring_bytes if "rollout" in group.roles else bus.column_ring_bytes)
-        own = max((_held(pids) for name, pids in living.items() if name.rpartition("-")[0] == group.name), default=0)
+        replicas = (pids for name, pids in living.items() if name.rpartition("-")[0] == group.name)
+        own = max((sum(map(private_bytes, pids)) for pids in replicas), default=0)
         free, whose = self._free()
         if num * (rings + own) > free:
             return (
@@ -75,7 +76,3 @@ class Room:
             else:
                 at += 1
         return places
-
-
-def _held(pids: tuple[int, ...]) -> int:
-    return sum(map(private_bytes, pids))

@@ -240,7 +240,8 @@ class Scaler:
         request = self._requests.get(request_id)
         assert request is not None
         if request.status is Status.ACTIVE and request.weight_version is None:
-            request = self._requests.note(request_id, weight_version=self._oldest(request.engine_ids))
+            proved = (v for reader, v in self._proved().items() if reader.partition("/")[0] in request.engine_ids)
+            request = self._requests.note(request_id, weight_version=min(proved, default=None))
         self._told_of(request)
 
     def _do(self, orders: list[Order]) -> None:
@@ -276,10 +277,6 @@ class Scaler:
 
     def _admit(self, group: str, num: int) -> str:
         return self._room.why_not(self._groups[group], num, {view.name: view.pids for view in self._views()})
-
-    def _oldest(self, names: tuple[str, ...]) -> int | None:
-        found = [version for reader, version in self._proved().items() if reader.partition("/")[0] in names]
-        return min(found, default=None)
 
     def _views(self) -> tuple[GroupView, ...]:
         return tuple(view for view in self._supervisor.snapshot().groups if not view.service)

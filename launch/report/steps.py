@@ -165,7 +165,11 @@ class _Told:
             found["reward"] = [(generated, until)]
             at = until
         last = self._last(
-            s for s in self._spans if s.role not in ("actor", "rollout") and s.name != _WAIT and _handles(s, groups)
+            s
+            for s in self._spans
+            if s.role not in ("actor", "rollout")
+            and s.name != _WAIT
+            and not groups.isdisjoint(s.args.get("groups", ()))
         )
         if last is not None and last.end > at:
             found[last.role] = [(at, min(last.end, end))]
@@ -241,10 +245,6 @@ class _Told:
 
 def _waits(span: SpanRecord) -> bool:
     return span.name.startswith("wait for ")
-
-
-def _handles(span: SpanRecord, groups: Collection[int]) -> bool:
-    return any(group in groups for group in span.args.get("groups", ()))
 
 
 def _innermost(spans: Sequence[SpanRecord], within: Sequence[Interval]) -> dict[str, list[Interval]]:

@@ -117,6 +117,7 @@ def summarize(
     since = started if started is not None else 0.0  # a resumed run has steps from before
     told = (r["time"] for r in read_records(metrics) if is_step(r))
     first_time = next((at for at in told if at >= since), None)
+    waits = [record["longest_wait_s"] for record in steps if "longest_wait_s" in record]
     counts: dict[str, Any] = {}
     with telling("the audit"):
         counts = _audit(run)
@@ -138,17 +139,13 @@ def summarize(
         modalities=by_modality(steps),
         explained_variance=explained_variance(read_records(metrics)),
         first_step_s=first_time - started if first_time is not None and started is not None else None,
-        longest_wait_s=_mean([record["longest_wait_s"] for record in steps if "longest_wait_s" in record]),
+        longest_wait_s=sum(waits) / len(waits) if waits else None,
         staleness_tokens=dict(
             sum((collections.Counter(r.get("staleness_tokens", {})) for r in steps), collections.Counter())
         ),
         waits_s=waits_by_role(read_records(metrics)),
         **outcome,
     )
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return sum(values) / len(values) if values else None
 
 
 def failed_rewards(

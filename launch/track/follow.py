@@ -22,7 +22,7 @@ import select
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -174,7 +174,7 @@ def by_hand(path: Path, to: str, **given: Any) -> int:
     return 0
 
 
-def _config(run: Path, name: str, given: Mapping[str, Any]) -> TrackerConfig:
+def _config(run: Path, name: str, given: dict[str, Any]) -> TrackerConfig:
     settings = read_json(run / "config.resolved.json").get("trackers", [])
     asked = next((each for each in settings if each["name"] == name), {"name": name})
     return TrackerConfig.model_validate(asked | given)

@@ -125,7 +125,7 @@ class AdminServer:
         self._http = HttpServer(
             "rondo: a run",
             guard,
-            _failed,
+            failed,
             Failed,
             _LIMITS,
             host=config.host,
@@ -276,5 +276,5 @@ def _json_handler(method: Callable[[], Any]) -> Handler:
     return handler
 
 
-def _failed(status: int, kind: str, words: str) -> Failed:
+def failed(status: int, kind: str, words: str) -> Failed:
     return Failed(error=Failure(status=status, type=kind, message=words))

@@ -34,6 +34,7 @@ from typing import Any
 import orjson
 
 from rondo.runtime import waits
+from rondo.runtime.processes.place import place
 from rondo.runtime.records.telling import telling
 
 FOLDER = "timeline"
@@ -114,7 +115,8 @@ class Timeline:
         self._folder = run_dir / FOLDER / f"{group}.{rank}"
         self._header = {
             "timeline": FORMAT, "group": group, "rank": rank, "incarnation": incarnation, "attempt": attempt,
-            "pid": os.getpid(), "wall_ns": time.time_ns(), "monotonic_ns": clock(), "boot": _boot_id(),
+            "pid": os.getpid(), "wall_ns": time.time_ns(), "monotonic_ns": clock(),
+            "boot": place()["boot_id"],  # processes with the same one share a monotonic clock
         }  # fmt: skip
         self._file_bytes, self._num_files = file_bytes, num_files
         self._held: deque[Any] = deque()  # append and popleft are atomic
@@ -261,14 +263,6 @@ def processor_seconds() -> dict[str, float]:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
             delayed_ns += int((thread / "schedstat").read_text().split()[1])
     return {**seconds, "delayed": delayed_ns / 1e9}
-
-
-def _boot_id() -> str:
-    """Processes with the same one share a monotonic clock."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
 
 
 # ---- the record of this process -------------------------------------------------------------------------------------

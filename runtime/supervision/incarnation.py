@@ -13,7 +13,6 @@ has passed and DeadlineExceeded names it.
 from __future__ import annotations
 
 import asyncio
-import functools
 import signal
 import subprocess
 from collections.abc import Callable
@@ -85,7 +84,9 @@ class Incarnation:
 
     def add(self, worker: Registration) -> None:
         """A worker names itself. ProcessLookupError for one that is gone."""
-        self._watches.append(process.when_over(worker.pid, functools.partial(self._worker_ended, worker)))
+        self._watches.append(
+            process.when_over(worker.pid, lambda: self._watcher.worker_exited(self, worker, self._exit_code(worker)))
+        )
         self.workers[worker.rank] = worker
 
     def beats(self) -> tuple[Beat, ...]:
@@ -173,9 +174,6 @@ class Incarnation:
     @property
     def _main_pids(self) -> tuple[int, ...]:
         return () if self.main is None else (self.main.pid,)
-
-    def _worker_ended(self, worker: Registration) -> None:
-        self._watcher.worker_exited(self, worker, self._exit_code(worker))
 
     def _exit_code(self, worker: Registration) -> int | None:
         found = process.stat(worker.pid)

@@ -16,7 +16,7 @@ from aiohttp import web
 from pydantic import SecretStr
 
 from rondo.runtime.admin import openapi
-from rondo.runtime.admin.endpoint import Failed, _failed
+from rondo.runtime.admin.endpoint import Failed, failed
 from rondo.runtime.admin.guard import Guard, TurnedDown
 from rondo.runtime.admin.openapi import Operation
 from rondo.runtime.admin.server import HttpServer, Limits, bind, json_answer
@@ -55,7 +55,7 @@ async def serving(
 
     audit = (lambda record: None) if audited is None else audited.append
     guard = Guard([TOKEN], ["f" * 16], open_reads=True)
-    server = HttpServer("test", guard, _failed, Failed, limits, host="127.0.0.1", audit=audit, tls=tls)
+    server = HttpServer("test", guard, failed, Failed, limits, host="127.0.0.1", audit=audit, tls=tls)
     server.route("GET", "/done", done, scope="read", operation=DONE)
     server.route("GET", "/raise/{what}", raises, scope="read", operation=DONE)
     server.route("POST", "/keys", done, scope="control", operation=Operation("Keys.", dict[str, Any], takes=Keys))
@@ -171,7 +171,7 @@ async def test_whoever_takes_nothing_of_an_answer_is_hung_up_on_by_the_kernel() 
         accepted.append(found.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
         return web.Response()
 
-    server = HttpServer("test", Guard([TOKEN], open_reads=True), _failed, Failed, Limits(1), host="127.0.0.1")
+    server = HttpServer("test", Guard([TOKEN], open_reads=True), failed, Failed, Limits(1), host="127.0.0.1")
     server.route("GET", "/", look, scope="open", operation=None)
     await server.start(bind("127.0.0.1", 0, "port"))
     await sent(server, head("GET /"))
