@@ -29,7 +29,7 @@ import uvloop
 from rondo.comm.bus.serve import CONFIG as COORDINATOR_CONFIG
 from rondo.launch import manifest
 from rondo.launch.autoscale.routes import mount as mount_autoscaler
-from rondo.launch.autoscale.watch import autoscaler
+from rondo.launch.autoscale.watch import Autoscaler
 from rondo.launch.check.check import require
 from rondo.launch.check.estimate import routed_bytes
 from rondo.launch.check.findings import Facts
@@ -424,7 +424,7 @@ async def _supervise(
             beside.append(asyncio.create_task(scaler.run()))
             scales = None
             if config.autoscale is not None and not fixed:
-                scales = autoscaler(config.autoscale, scaler, tell)
+                scales = Autoscaler(config.autoscale, scaler, tell)
                 listeners.append(scales.on_event)
                 beside.append(asyncio.create_task(scales.run()))
             mount_autoscaler(admin, scaler, scales)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from rondo.launch.autoscale.decide import AutoscaleConfig, Decision, Sample, State, decide
@@ -26,32 +26,20 @@ ASKED = "autoscale: "
 """How the reasons of its requests begin."""
 
 
-@dataclass(frozen=True, slots=True)
-class Replicas:
-    """Of rollout: the names of those that are there to stay or come, which of them answer, and whether any come or go."""
-
-    names: tuple[str, ...]
-    serving: frozenset[str]
-    scaling: bool
-
-
 class Autoscaler:
-    """`replicas` says what is there, `scale` asks for so many with a reason, `tell` writes an event (kind, data). `most`:
-    how many there may be whatever the rules say; None where only room limits that."""
+    """`scaler` says what is there, how many there may be whatever the rules say, and is asked for other numbers; `tell` writes an
+    event (kind, data)."""
 
     def __init__(
         self,
         rules: AutoscaleConfig,
-        replicas: Callable[[], Replicas],
-        scale: Callable[[int, str], object],
+        scaler: Scaler,
         tell: Callable[[str, Mapping[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
-        *,
-        most: int | None = None,
     ) -> None:
-        self.rules, self.enabled, self._most = rules, True, most
+        self.rules, self.enabled, self._most = rules, True, scaler.most(ROLE)
         self.last: Decision | None = None
-        self._replicas, self._scale, self._tell = replicas, scale, tell
+        self._scaler, self._tell = scaler, tell
         self._clock, self._began_at = clock, clock()
         self._state = State()
         self._engines: dict[str, Mapping[str, Any]] = {}
@@ -127,33 +115,19 @@ class Autoscaler:
         self._tell(kind, {**fields, "number": self._num, "sample": asdict(sample)})
         self._num += 1
         if decision.action != "hold":
-            self._scale(decision.target, decision.reason)
+            self._scaler.ask(Wish(ROLE, decision.action, decision.target, f"{ASKED}{decision.reason}"))
         return decision
 
     def _sample(self) -> Sample:
-        seen = self._replicas()
-        engines = [self._engines[name] for name in seen.names if name in self._engines]
+        view = self._scaler.view()
+        names = view.replicas.get(ROLE, ())
+        engines = [self._engines[name] for name in names if name in self._engines]
         slots, running, waiting, cached, room = (
             sum(int(engine[name]) for engine in engines)
             for name in ("num_slots", "num_running", "num_waiting", "cached_tokens", "cache_tokens")
         )
-        serving = len(seen.serving.intersection(seen.names))
+        serving = sum(engine.healthy and engine.engine_id in names for engine in self._scaler.engines(ROLE))
         step_s, wait_s, self._step_s, self._wait_s = self._step_s, self._wait_s, 0.0, 0.0
         at = round(self._clock() - self._began_at, 3)
-        numbers = (len(seen.names), serving, slots, running, waiting, step_s, wait_s)
-        return Sample(at, *numbers, cached / room if room else None, seen.scaling)
-
-
-def autoscaler(rules: AutoscaleConfig, scaler: Scaler, tell: Callable[[str, Mapping[str, Any]], None]) -> Autoscaler:
-    """That of a run, which asks its scaler."""
-
-    def replicas() -> Replicas:
-        view = scaler.view()
-        serving = frozenset(engine.engine_id for engine in scaler.engines(ROLE) if engine.healthy)
-        return Replicas(view.replicas.get(ROLE, ()), serving, scaling=view.active is not None)
-
-    def scale(target: int, reason: str) -> object:
-        there = len(scaler.view().replicas.get(ROLE, ()))
-        return scaler.ask(Wish(ROLE, "scale_in" if target < there else "scale_out", target, f"{ASKED}{reason}"))
-
-    return Autoscaler(rules, replicas, scale, tell, most=scaler.most(ROLE))
+        numbers = (len(names), serving, slots, running, waiting, step_s, wait_s)
+        return Sample(at, *numbers, cached / room if room else None, view.active is not None)

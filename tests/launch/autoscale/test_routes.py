@@ -7,7 +7,7 @@ from typing import Any
 
 from rondo.launch.autoscale.decide import AutoscaleConfig
 from rondo.launch.autoscale.routes import mount
-from rondo.launch.autoscale.watch import autoscaler
+from rondo.launch.autoscale.watch import Autoscaler
 from rondo.launch.machine import num_cores
 from rondo.runtime.admin.endpoint import AdminServer
 from rondo.runtime.config import AdminConfig
@@ -19,7 +19,7 @@ async def test_an_autoscaler_tells_of_itself_and_is_changed_with_the_runs_token_
     tmp_path: Path,
 ) -> None:
     rig, told = Rig(tmp_path), list[str]()
-    scales = autoscaler(AutoscaleConfig(max_replicas=4), rig.scaler, lambda kind, data: told.append(kind))
+    scales = Autoscaler(AutoscaleConfig(max_replicas=4), rig.scaler, lambda kind, data: told.append(kind))
     admin = AdminServer(AdminConfig(), Numbers(), token=RUN_TOKEN)
     mount(admin, rig.scaler, scales)
     await admin.start()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import pytest
 
 from rondo.launch import cli
 from rondo.launch.autoscale.decide import AutoscaleConfig
-from rondo.launch.autoscale.watch import Autoscaler, Replicas
+from rondo.launch.autoscale.watch import ASKED, Autoscaler
 from rondo.launch.config import load, resolve
+from rondo.launch.elastic.request import Wish
+from rondo.launch.elastic.scaler import EngineView, Scaler, ScalingView
 from rondo.launch.rundir import RunDir
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.records.record import JsonLines
@@ -31,14 +33,20 @@ class Fleet:
         self.events = JsonLines(run / "events.jsonl", clock=lambda: self.now)
         rules = load(QUICKSTART, [RULES, *sets]).autoscale
         assert rules is not None
-        self.autoscaler = Autoscaler(rules, self.replicas, self.scale, self.tell, clock=lambda: self.now)
+        self.autoscaler = Autoscaler(rules, cast(Scaler, self), self.tell, clock=lambda: self.now)
 
-    def replicas(self) -> Replicas:
-        return Replicas(tuple(self.names), frozenset(self.names), scaling=False)
+    def most(self, role: str) -> None:
+        return None
 
-    def scale(self, target: int, reason: str) -> None:
-        self.asked.append((target, reason))
-        self.names = [f"rollout-{number}" for number in range(target)]
+    def view(self) -> ScalingView:
+        return ScalingView({"rollout": tuple(self.names)}, None, ())
+
+    def engines(self, role: str) -> list[EngineView]:
+        return [EngineView(name, "rollout", "initial", "ready", True, 1, 0, None) for name in self.names]
+
+    def ask(self, wish: Wish) -> None:
+        self.asked.append((wish.num_replicas, wish.reason.removeprefix(ASKED)))
+        self.names = [f"rollout-{number}" for number in range(wish.num_replicas)]
 
     def tell(self, kind: str, data: Any) -> None:
         self.events.write({"kind": kind, "source": "supervisor", **data})
