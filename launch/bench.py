@@ -22,6 +22,7 @@ from typing import Any
 
 import orjson
 
+from rondo.launch.machine import fields_of
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.formats import version_of
 
@@ -67,9 +68,7 @@ def run(name: str | None, options: Sequence[str], root: Path = ROOT) -> int:
 def machine() -> dict[str, Any]:
     """What a figure depends on beside the code: processor, cores, load, and the versions of what computes. `load_*`: processes
     that ran or waited, over the last 1, 5 and 15 minutes."""
-    told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    fields = dict(line.split(":", 1) for line in told.partition("\n\n")[0].splitlines() if ":" in line)
-    known = {name.strip(): value.strip() for name, value in fields.items()}
+    known = fields_of(Path("/proc/cpuinfo"))
     flags = known.get("flags", known.get("Features", "")).split()
     found = {name: version_of(name) for name in ("torch", "transformers", "numpy", "uvloop", "aiohttp", "orjson")}
     versions = {"python": platform.python_version()} | {name: version for name, version in found.items() if version}

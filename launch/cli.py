@@ -233,12 +233,6 @@ def bus(folder: Path) -> int:
     return EXIT_DONE
 
 
-def sglang(path: Path, *, action: str, cpu: bool) -> int:
-    from rondo.launch.sglang_env import install
-
-    return install(path, cpu=cpu)
-
-
 def slurm(**options: Any) -> int:
     from rondo.launch.slurm import SlurmOptions, main
 
@@ -425,7 +419,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add = verb("bench", _in("rondo.launch.bench", "run"), "Measure this machine; `rondo bench` lists what with.")
     add("name", metavar="NAME", nargs="?", help="a module of benchmarks/")
     add("options", metavar="...", nargs=argparse.REMAINDER, help="options of that benchmark")
-    add = verb("sglang", sglang, "Build an environment for SGLang's servers.")
+    install = _in("rondo.launch.sglang_env", "install")
+    add = verb("sglang", lambda action, **options: install(**options), "Build an environment for SGLang's servers.")
     add("action", choices=("install",), help="the environment is built, unless it is there")
     add("path", metavar="PATH", type=Path, help="a folder for it")
     add("--cpu", action="store_true", help="for a machine without a GPU")

@@ -22,24 +22,23 @@ def num_cores() -> int:
 
 def machine() -> dict[str, Any]:
     """What this computer is, as far as the kernel tells without being measured: a part that it does not tell is left out."""
+    nvidia = Path("/proc/driver/nvidia")
     told = {
-        "processor": _field("/proc/cpuinfo", "model name"),
-        "memory": _field("/proc/meminfo", "MemTotal"),
-        "driver": _field("/proc/driver/nvidia/version", "NVRM version"),
-        "devices": [
-            _field(str(each), "Model") for each in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-        ],
+        "processor": fields_of(Path("/proc/cpuinfo")).get("model name"),
+        "memory": fields_of(Path("/proc/meminfo")).get("MemTotal"),
+        "driver": fields_of(nvidia / "version").get("NVRM version"),
+        "devices": [fields_of(each).get("Model") for each in sorted(nvidia.glob("gpus/*/information"))],
     }
     return {"host": platform.node()} | {name: value for name, value in told.items() if value}
 
 
-def _field(file: str, name: str) -> str | None:
-    """The value of the first line `name: value`."""
+def fields_of(file: Path) -> dict[str, str]:
+    """What the lines `name: value` of a file of /proc say, of equal names the first; nothing where it cannot be read."""
     try:
-        lines = Path(file).read_text(errors="replace").splitlines()
+        lines = file.read_text(errors="replace").splitlines()
     except OSError:
-        return None
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith(name)), None)
+        return {}
+    return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
 
 
 def port_problem(host: str, port: int) -> str | None:

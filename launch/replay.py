@@ -14,12 +14,9 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-
-import orjson
 
 from rondo.launch import train
 from rondo.launch.code import belonging_to
@@ -27,7 +24,7 @@ from rondo.launch.config import RunConfig, resolve, unresolve
 from rondo.launch.plan import group_specs
 from rondo.launch.progress import at_work
 from rondo.launch.report.compare import Comparison, compare, lines
-from rondo.launch.report.records import read_records
+from rondo.launch.report.records import print_json, read_records
 from rondo.launch.report.view import say
 from rondo.launch.rundir import existing_run, owner, read_json
 from rondo.roles.training.trained_samples import steps_of
@@ -69,8 +66,7 @@ def tell(run: Path, replayed: Path, step: int, *, as_json: bool) -> int:
         sums = [_checksums(each, step + 1) for each in (run, replayed)]
     equal = found.metrics.step is None and not found.bits and sums[0] == sums[1] != {}
     if as_json:
-        told = asdict(found) | {"step": step, "equal": equal, "checksums": sums}
-        sys.stdout.buffer.write(orjson.dumps(told, option=orjson.OPT_INDENT_2) + b"\n")
+        print_json(asdict(found) | {"step": step, "equal": equal, "checksums": sums})
     else:
         text = lines((run.name, replayed.name), found)
         print("\n".join([_verdict(step, equal, found), *text, _weights(step + 1, *sums)]))

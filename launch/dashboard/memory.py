@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rondo.launch.machine import fields_of
+
 _FIELDS = {"VmRSS": "rss_bytes", "RssAnon": "own_bytes", "RssShmem": "shared_bytes", "VmHWM": "peak_bytes"}
 _ANSWER_S = 3.0
 _MIB = 1 << 20
@@ -23,18 +25,10 @@ def held(groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     found = []
     for group in groups:
         for rank, pid in enumerate(group.get("pids", ())):
-            told = {name: value for name, value in _status(pid).items() if name in _FIELDS}
-            kinds = {_FIELDS[name]: int(value.split()[0]) << 10 for name, value in told.items()}
+            told = fields_of(Path(f"/proc/{pid}/status"))
+            kinds = {_FIELDS[name]: int(told[name].split()[0]) << 10 for name in _FIELDS if name in told}
             found.append({"name": f"{group['name']}.{rank}", "pid": pid, **kinds})
     return found
-
-
-def _status(pid: int) -> dict[str, str]:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def devices() -> list[dict[str, Any]]:

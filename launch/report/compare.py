@@ -9,18 +9,15 @@ Invariant: figures that depend on time (seconds, and what waits at the moment) a
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from rondo.launch.manifest import gathered, parted
 from rondo.launch.progress import at_work
 from rondo.launch.report.diff import first_difference, show_diff
-from rondo.launch.report.records import step_records
+from rondo.launch.report.records import print_json, step_records
 from rondo.launch.report.summary import read
 from rondo.launch.rundir import existing_run, read_json
 from rondo.roles.training.parity import FOLDER as PARITY
@@ -135,9 +132,7 @@ def show(first: Path, second: Path, *, ids_only: bool = False, as_json: bool = F
     with at_work(f"compares {first.name} and {second.name}"):
         found = compare(first, second)
     if as_json:
-        sys.stdout.buffer.write(
-            orjson.dumps(asdict(found), option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n"
-        )
+        print_json(asdict(found))
     else:
         print("\n".join(lines((first.name, second.name), found)))
     return int(found.parts)

@@ -11,17 +11,15 @@ Invariant: every finding names the figures that led to it; nothing is advised th
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-
 from rondo.launch.progress import at_work
 from rondo.launch.report.death import ended
 from rondo.launch.report.death import lines as death_lines
+from rondo.launch.report.records import print_json
 from rondo.launch.report.status import room_waited_for
 from rondo.launch.report.steps import Step, read_steps
 from rondo.launch.report.timeline import Figures, parse_steps, read_run
@@ -431,7 +429,7 @@ def show(path: Path, steps: str | None = None, *, as_json: bool = False) -> int:
         told = read_steps(run, spans)
     if death is not None and not told:  # nothing went on for long enough to be judged
         if as_json:
-            sys.stdout.buffer.write(orjson.dumps({"ended": asdict(death)}, option=orjson.OPT_INDENT_2) + b"\n")
+            print_json({"ended": asdict(death)})
         return 0
     chosen = [s for s in told if (first is None or s.step >= first) and (last is None or s.step < last)]
     if not told:
@@ -448,8 +446,7 @@ def show(path: Path, steps: str | None = None, *, as_json: bool = False) -> int:
     found = explain(chosen, Setup.of(settings, machine["num_cores"]), processor)
     if as_json:
         data = ({} if death is None else {"ended": asdict(death)}) | ({"waits_for_room": short_of} if short_of else {})
-        data |= asdict(found)
-        sys.stdout.buffer.write(orjson.dumps(data, option=orjson.OPT_INDENT_2) + b"\n")
+        print_json(data | asdict(found))
     else:
         print("\n".join(lines(run.name, found)))
     return 0

@@ -5,9 +5,12 @@ Owns which records count; `runtime/records/record.py` writes, and says which lin
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from rondo.comm.bus.evaluations import ASKED
 from rondo.runtime.records.record import read_lines
@@ -54,6 +57,11 @@ def evaluation_records(path: Path) -> list[dict[str, Any]]:
         told = {name: value for name, value in record.items() if value is not None or name not in before}
         versions[record["version"]] = before | told
     return [versions[version] for version in sorted(versions)]
+
+
+def print_json(data: Any) -> None:
+    """What a command finds, for a program that reads its stdout."""
+    sys.stdout.buffer.write(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
 
 
 def shown_reward(mean: float | None, record: Mapping[str, Any]) -> str:

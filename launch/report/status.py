@@ -6,7 +6,6 @@ signal: a run is stopped by asking it, so that it saves first.
 
 from __future__ import annotations
 
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,7 +15,7 @@ from typing import Any
 
 import orjson
 
-from rondo.launch.report.records import evaluation_records, shown_reward, step_records
+from rondo.launch.report.records import evaluation_records, print_json, shown_reward, step_records
 from rondo.launch.report.summary import print_table, read
 from rondo.launch.rundir import SupervisorRecord, existing_run, owner, read_json, supervisor_record
 from rondo.runtime.admin.tls import client_context
@@ -42,7 +41,7 @@ def show_status(path: Path, *, as_json: bool = False) -> int:
         )
         found |= {"endpoints": [read_json(path) for path in records]}
         if as_json:
-            _print_json(found)
+            print_json(found)
         else:
             _print_alive(run, found)
         return 0
@@ -50,14 +49,14 @@ def show_status(path: Path, *, as_json: bool = False) -> int:
     if pid is not None:
         # A resumed run has the summary of its earlier attempt until it ends again.
         if as_json:
-            _print_json({"run": run.name, "alive": True, "pid": pid, "starting": True})
+            print_json({"run": run.name, "alive": True, "pid": pid, "starting": True})
         else:
             print(f"run {run.name} is starting, or ends, pid {pid}")
         return 0
     if summary is None:
         return _print_unfinished(run, as_json)
     if as_json:
-        _print_json({"run": run.name, "alive": False, "summary": asdict(summary)})
+        print_json({"run": run.name, "alive": False, "summary": asdict(summary)})
     else:
         print_table(summary)
     return 0
@@ -166,7 +165,7 @@ def _print_unfinished(run: Path, as_json: bool) -> int:
     steps, evaluations = step_records(run / "metrics.jsonl"), evaluation_records(run / "metrics.jsonl")
     last = steps[-1] if steps else None
     if as_json:
-        _print_json({"run": run.name, "alive": False, "summary": None, "last_step": last, "evaluations": evaluations})
+        print_json({"run": run.name, "alive": False, "summary": None, "last_step": last, "evaluations": evaluations})
         return 1
     reached = (
         "no step"
@@ -179,10 +178,6 @@ def _print_unfinished(run: Path, as_json: bool) -> int:
     advice = f"Go on with `rondo resume {run}`" if saved else "It has no checkpoint: start it again with `rondo train`"
     print(f"run {run.name} ended without a summary after {reached}. {advice}")
     return 1
-
-
-def _print_json(data: Any) -> None:
-    sys.stdout.buffer.write(orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n")
 
 
 def _short(value: Any) -> str:
