@@ -31,14 +31,13 @@ def taught() -> list[dict[str, str]]:
 def base(folder: Path, steps: int) -> None:
     """A tiny Qwen3 that can copy four digits, and sort them badly."""
     from rondo.models.tiny import qwen3
-    from rondo.roles.training.sft import open_sft
-    from rondo.roles.training.warm_up import train_on_demonstrations
+    from rondo.roles.training.warm_up import open_supervised, train_on_demonstrations
 
     with TemporaryDirectory() as fresh:
         qwen3.build(Path(fresh), **quickstart.model.build_args)
         learns = override(quickstart, [f"sft.steps={steps}", f"sft.warmup_steps={steps // 6}"])
         learns = learns.model_copy(update={"sft": learns.sft.model_copy(update={"rows": taught})})
-        backend = open_sft(learns, fresh, steps, world_size=1, device="cpu")
+        backend = open_supervised(learns, fresh, steps, world_size=1, device="cpu")
         train_on_demonstrations(lambda _: backend, learns, fresh, lambda _: None, lambda: False)
         folder.rmdir()
         backend.export(folder, fresh)

@@ -4,7 +4,7 @@ Owns what is made of a row with a better and a worse answer, the forward of both
 where the model can), and the reference's log-probs, which are computed once for each row before the first step: by the weights
 that the job begins with. Does not own formulas (`roles/algorithms/preference.py`), batches and steps (`supervised.py`).
 
-    backend = open_dpo(config, path, 100, world_size=1, device="cpu")
+    backend = open_supervised(config, path, 100, world_size=1, device="cpu")
     backend.objective.refer(backend, pairs)          # with the weights that it begins with
     Learning(backend, pair_encoder(...), ...)
 """
@@ -23,16 +23,14 @@ import numpy as np
 import torch
 
 from rondo.models.logprobs import response_log_probs
-from rondo.models.mesh import Mesh
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.algorithms.preference import preference_sums
 from rondo.roles.algorithms.sums import LossSums
-from rondo.roles.config import DataConfig, DpoConfig, JobConfig, PairsConfig
+from rondo.roles.config import DataConfig, DpoConfig, PairsConfig
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.prompts import answer_tokens, check_demonstration
-from rondo.roles.training.backend import Backend, Objective, Use, make_ready, open_model
-from rondo.roles.training.determinism import seed
+from rondo.roles.training.backend import Backend, Objective, Use
 from rondo.roles.training.sft import Prepare, prompt_of
 from rondo.roles.training.supervised import cut
 from rondo.runtime.records.record import write_whole
@@ -76,33 +74,25 @@ class Pair:
 def pair_encoder(
     tokenizer: Any, config: PairsConfig, source: DataConfig, *, prepare: Prepare | None = None
 ) -> Callable[[Row], Pair]:
-    """`encode_pair` with the settings of a job."""
-    return lambda row: encode_pair(tokenizer, row, source, config.micro_batch_tokens, prepare, config.place)
+    """Prompt, answer and end of sequence of both sides of a row. Answers are text, a message of the assistant, or whole chats
+    that begin with the prompt; without a label the prompt ends with the better one. Raises like `render_prompt`."""
+    most, place = config.micro_batch_tokens // 2, config.place  # both sides are in one micro-batch
 
+    def encode(row: Row) -> Pair:
+        prompt, better = row.prompt, row.label
+        if source.label is None and not isinstance(prompt, str):
+            prompt, better = prompt[:-1], prompt[-1:]
+        row = replace(row, prompt=prompt)
+        sides = [answer_tokens(tokenizer, row, _answer(row, each)) for each in (better, row.rejected)]
+        longest = max(sides, key=len)
+        tokens, media = prompt_of(tokenizer, row, source, len(longest), most, prepare=prepare, place=place)
+        check_demonstration(row, tokens, longest, most, source, place)
+        chosen, rejected = (Packable(np.concatenate([tokens, side]), len(side), media) for side in sides)
+        if np.array_equal(chosen.tokens, rejected.tokens):
+            raise RowError(f"{row.name}: the answers of a pair must differ, got the same twice. Remove the row")
+        return Pair(chosen, rejected, row.margin)
 
-def encode_pair(
-    tokenizer: Any,
-    row: Row,
-    source: DataConfig,
-    max_tokens: int,
-    prepare: Prepare | None = None,
-    place: str = "dpo",
-) -> Pair:
-    """Prompt, answer and end of sequence of both sides. Answers are text, a message of the assistant, or whole chats that begin
-    with the prompt; without a label the prompt ends with the better one. Raises like `render_prompt`."""
-    prompt, better = row.prompt, row.label
-    if source.label is None and not isinstance(prompt, str):
-        prompt, better = prompt[:-1], prompt[-1:]
-    row = replace(row, prompt=prompt)
-    sides = [answer_tokens(tokenizer, row, _answer(row, each)) for each in (better, row.rejected)]
-    longest = max(sides, key=len)
-    # Both sides are in one micro-batch.
-    tokens, media = prompt_of(tokenizer, row, source, len(longest), max_tokens // 2, prepare=prepare, place=place)
-    check_demonstration(row, tokens, longest, max_tokens // 2, source, place)
-    chosen, rejected = (Packable(np.concatenate([tokens, side]), len(side), media) for side in sides)
-    if np.array_equal(chosen.tokens, rejected.tokens):
-        raise RowError(f"{row.name}: the answers of a pair must differ, got the same twice. Remove the row")
-    return Pair(chosen, rejected, row.margin)
+    return encode
 
 
 def _answer(row: Row, value: Any) -> Any:
@@ -116,19 +106,6 @@ def _answer(row: Row, value: Any) -> Any:
             "chat. Correct or remove the row"
         )
     return value[-1].get("content")
-
-
-def open_dpo(config: JobConfig, path: str, num_steps: int, *, world_size: int, device: str) -> Backend[PreferenceLoss]:
-    """The model of a job with the weights at `path`, to learn from pairs in `num_steps` (collective)."""
-    mesh = Mesh.open(config.train.mesh, world_size, device)
-    seed(config.seed, mesh.rank)
-    model, packing = open_model(config, path, mesh, device=device)
-    own = config.own
-    assert isinstance(own, DpoConfig)
-    return Backend(
-        make_ready(model, config.train), PreferenceLoss(own, packing, device), own, num_steps=num_steps, mesh=mesh,
-        offload=config.train.offload_optimizer, scales=config.train.dtype == "float16",
-    )  # fmt: skip
 
 
 class PreferenceLoss(Objective):

@@ -4,7 +4,7 @@ Owns where an answer is scored: in the state behind its last token, as transform
 Does not own what is made of a row (`preference.py`), the formula (`roles/algorithms/preference.py`), the head and its folder
 (`models/value_head.py`), batches and steps (`supervised.py`).
 
-    backend = open_reward_model(config, path, 100, world_size=1, device="cpu")
+    backend = open_supervised(config, path, 100, world_size=1, device="cpu")
     Learning(backend, pair_encoder(...), ...)
 """
 
@@ -17,33 +17,13 @@ import numpy as np
 import torch
 
 from rondo.models.logprobs import response_values
-from rondo.models.mesh import Mesh
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
-from rondo.models.value_head import check_scores
 from rondo.roles.algorithms.preference import reward_sums
 from rondo.roles.algorithms.sums import LossSums
-from rondo.roles.config import JobConfig, RewardModelConfig
-from rondo.roles.training.backend import Backend, Objective, Use, make_ready, open_model
-from rondo.roles.training.determinism import seed
+from rondo.roles.config import RewardModelConfig
+from rondo.roles.training.backend import Objective, Use
 from rondo.roles.training.preference import DUMMY, Pair
-
-
-def open_reward_model(
-    config: JobConfig, path: str, num_steps: int, *, world_size: int, device: str
-) -> Backend[RewardLoss]:
-    """The model of a job with the weights at `path` and a head, that of the folder or a new one (collective). ConfigError for one
-    that would be no model for sequence classification."""
-    mesh = Mesh.open(config.train.mesh, world_size, device)
-    seed(config.seed, mesh.rank)
-    model, packing = open_model(config, path, mesh, device=device, values=True)
-    check_scores(model)
-    own = config.own
-    assert isinstance(own, RewardModelConfig)
-    return Backend(
-        make_ready(model, config.train), RewardLoss(own, packing, device), own, num_steps=num_steps, mesh=mesh,
-        offload=config.train.offload_optimizer, scales=config.train.dtype == "float16",
-    )  # fmt: skip
 
 
 def rewards_of(model: Any, packing: Packing, answers: Sequence[Packable], device: str | torch.device) -> torch.Tensor:

@@ -6,7 +6,7 @@ steps (`supervised.py`).
     source = job.demonstrated()
     rows = open_dataset(source)
     backend = backend_of(model, job.sft, job.sft.num_steps(len(rows)))
-    fine_tune(backend, tokenizer, rows, job.sft, source, seed=0, on_step=print, should_stop=lambda: False)
+    Learning(backend, encoder(tokenizer, job.sft, source), rows, None, job.sft, source, seed=0)
 
 Invariant: the loss of a step is the mean over all answer tokens of its batch; prompt tokens carry none, nor do turns of a chat
 that are not learnt.
@@ -27,14 +27,12 @@ from rondo.models.mesh import Mesh
 from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.roles.algorithms.sums import LossSums
-from rondo.roles.config import DataConfig, JobConfig, SftConfig, TrainConfig
-from rondo.roles.data.datasets import Row, Rows
+from rondo.roles.config import DataConfig, SftConfig, TrainConfig
+from rondo.roles.data.datasets import Row
 from rondo.roles.data.prompts import check_demonstration, encode_answer, render_prompt, without_media_section
 from rondo.roles.data.turns import encode_turns
-from rondo.roles.training.backend import Backend, Objective, Use, make_ready, open_model
+from rondo.roles.training.backend import Backend, Objective, Use
 from rondo.roles.training.balance import Balance
-from rondo.roles.training.determinism import seed
-from rondo.roles.training.supervised import Learning
 
 Prepare = Callable[[Row, DataConfig, int, str], tuple[np.ndarray, MediaInputs | None]]
 """(row with media, its settings, most tokens, what limits them) -> tokens int32 [T] with placeholders, media. Raises like
@@ -91,17 +89,6 @@ class AnswerLoss(Objective):
         return float(total.sums["tokens"])
 
 
-def open_sft(config: JobConfig, path: str, num_steps: int, *, world_size: int, device: str) -> Backend[AnswerLoss]:
-    """The model of a job with the weights at `path`, to be fine-tuned in `num_steps` and nothing else (collective)."""
-    mesh = Mesh.open(config.train.mesh, world_size, device)
-    seed(config.seed, mesh.rank)
-    model, _ = open_model(config, path, mesh, device=device)
-    assert config.sft is not None
-    balance = Balance.of(model, config.train) if config.train.router_aux_loss_coef else None
-    ready = make_ready(model, config.train)
-    return backend_of(ready, config.sft, num_steps, mesh=mesh, train=config.train, balance=balance)
-
-
 def backend_of(
     model: Any,
     config: SftConfig,
@@ -120,38 +107,6 @@ def backend_of(
     )  # fmt: skip
 
 
-def fine_tune(
-    backend: Backend[AnswerLoss],
-    tokenizer: Any,
-    data: Rows,
-    config: SftConfig,
-    source: DataConfig,
-    *,
-    max_prompt_tokens: int | None = None,
-    prepare: Prepare | None = None,
-    seed: int = 0,
-    on_step: Callable[[dict[str, Any]], None],
-    should_stop: Callable[[], bool],
-) -> bool:
-    """Trains (collective) until all steps are done; False when `should_stop` said so on any rank before that. `source` says how
-    the prompts of `data` are written.
-
-    `should_stop` is asked before every step, `on_step` gets what `Learning.step` gives. `prepare` is for rows with media;
-    `max_prompt_tokens`: None for what the answer leaves of `config.micro_batch_tokens`.
-    """
-    encode_row = encoder(tokenizer, config, source, max_prompt_tokens=max_prompt_tokens, prepare=prepare)
-    learning = Learning(backend, encode_row, data, None, config, source, seed=seed)
-    for step in range(config.num_steps(len(data))):
-        # A rank that left alone would hang the others in their next collective.
-        if backend.sum_over_ranks([float(should_stop())])[0]:
-            return False
-        made = learning.step(step)
-        if made is None:
-            break
-        on_step(made)
-    return True
-
-
 def encoder(
     tokenizer: Any,
     config: SftConfig,
@@ -160,31 +115,22 @@ def encoder(
     max_prompt_tokens: int | None = None,
     prepare: Prepare | None = None,
 ) -> Callable[[Row], Demonstration]:
-    """`encode` with the settings of a job."""
-    tokens, turns = config.micro_batch_tokens, config.turns
-    return lambda row: encode(tokenizer, row, source, tokens, max_prompt_tokens, prepare, turns)
+    """Prompt, answer and end of sequence of a row as tokens, int32; the answer and its end are learnt, or those `config.turns` of
+    a chat. The prompt is rendered as in reinforcement, with at most `max_prompt_tokens`; None for what the answer leaves of
+    `config.micro_batch_tokens`. Raises like `render_prompt`."""
+    max_tokens = config.micro_batch_tokens
 
+    def encode(row: Row) -> Demonstration:
+        if config.turns == "last":
+            row, answer = encode_answer(tokenizer, row, source)
+            mask = np.ones(len(answer), np.uint8)
+        else:
+            row, answer, mask = encode_turns(tokenizer, row, source, config.turns)
+        prompt, media = prompt_of(tokenizer, row, source, len(answer), max_tokens, max_prompt_tokens, prepare)
+        check_demonstration(row, prompt, answer, max_tokens, source)
+        return Demonstration(Packable(np.concatenate([prompt, answer]), len(answer), media), mask)
 
-def encode(
-    tokenizer: Any,
-    row: Row,
-    source: DataConfig,
-    max_tokens: int,
-    max_prompt_tokens: int | None = None,
-    prepare: Prepare | None = None,
-    turns: str = "last",
-) -> Demonstration:
-    """Prompt, answer and end of sequence as tokens, int32; the answer and its end are learnt, or those `turns` of a chat. The
-    prompt is rendered as in reinforcement, with at most `max_prompt_tokens`; None for what the answer leaves of `max_tokens`.
-    Raises like `render_prompt`."""
-    if turns == "last":
-        row, answer = encode_answer(tokenizer, row, source)
-        mask = np.ones(len(answer), np.uint8)
-    else:
-        row, answer, mask = encode_turns(tokenizer, row, source, turns)
-    prompt, media = prompt_of(tokenizer, row, source, len(answer), max_tokens, max_prompt_tokens, prepare)
-    check_demonstration(row, prompt, answer, max_tokens, source)
-    return Demonstration(Packable(np.concatenate([prompt, answer]), len(answer), media), mask)
+    return encode
 
 
 def prompt_of(

@@ -105,6 +105,18 @@ class Learning:
         figures = {"step": step, "loss": made.loss, "lr": backend.lr(step), "grad_norm": made.grad_norm}
         return figures | self._figures(made.total) | self._encoded.skipped()
 
+    def run(self, num_steps: int, on_step: Callable[[dict[str, Any]], None], should_stop: Callable[[], bool]) -> bool:
+        """All steps (collective), of which `on_step` is told; False when `should_stop`, which is asked before every one of them,
+        said so on any rank."""
+        for step in range(num_steps):
+            # A rank that left alone would hang the others in their next collective.
+            if self._backend.sum_over_ranks([float(should_stop())])[0]:
+                return False
+            if (made := self.step(step)) is None:
+                break
+            on_step(made)
+        return True
+
     def evaluate(self) -> dict[str, float]:
         """What the rows that are held out say of the weights now, as `SupervisedConfig.figures` name it (collective)."""
         assert self._measured is not None and self._held_out is not None

@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from rondo.models.load import load_tokenizer
-from rondo.roles.config import DpoConfig, JobConfig, PairsConfig, SftConfig
+from rondo.models.mesh import Mesh
+from rondo.models.value_head import check_scores
+from rondo.roles.config import DpoConfig, JobConfig, PairsConfig, RewardModelConfig, SftConfig
 from rondo.roles.data.datasets import demonstrations
 from rondo.roles.data.fingerprints import Fingerprints
 from rondo.roles.data.media import preparer
-from rondo.roles.training.backend import Backend
-from rondo.roles.training.preference import open_dpo, pair_encoder
-from rondo.roles.training.reward_model import open_reward_model
-from rondo.roles.training.sft import AnswerLoss, encoder, fine_tune, open_sft
+from rondo.roles.training.backend import Backend, make_ready, open_model
+from rondo.roles.training.balance import Balance
+from rondo.roles.training.determinism import seed
+from rondo.roles.training.preference import PreferenceLoss, pair_encoder
+from rondo.roles.training.reward_model import RewardLoss
+from rondo.roles.training.sft import AnswerLoss, backend_of, encoder
 from rondo.roles.training.supervised import Encode, Learning
 from rondo.runtime.worker.context import WorkerContext
 
@@ -33,16 +37,44 @@ def train_on_demonstrations(
     should_stop: Callable[[], bool],
     fingerprints: Fingerprints | None = None,
 ) -> bool:
-    """As the job asks for, with the tokenizer of the model at `path`, what `open_backend` gives for so many steps (collective).
-    False on every rank when it was cut short by a rank that should stop. DataChanged for demonstrations that are not those of the
-    `fingerprints`."""
+    """`Learning.run` as the job asks for, with the tokenizer of the model at `path`, over what `open_backend` gives for so many
+    steps (collective). DataChanged for demonstrations that are not those of the `fingerprints`."""
     assert config.sft is not None
     rows, _ = demonstrations(config, fingerprints)
-    backend = open_backend(config.sft.num_steps(len(rows)))
-    return fine_tune(
-        backend, load_tokenizer(path), rows, config.sft, config.demonstrated(), max_prompt_tokens=config.prompt_limit(),
-        prepare=None if config.media is None else preparer(path, config.media), seed=config.seed, on_step=on_step,
-        should_stop=should_stop,
+    num_steps, source = config.sft.num_steps(len(rows)), config.demonstrated()
+    backend = open_backend(num_steps)
+    learning = Learning(backend, encoder_of(config, path), rows, None, config.sft, source, seed=config.seed)
+    return learning.run(num_steps, on_step, should_stop)
+
+
+def encoder_of(config: JobConfig, path: str) -> Encode:
+    """What makes a row of a job, or of its warm-up, into what is learnt, with the tokenizer of the model at `path`."""
+    own, source, tokenizer = config.shown, config.demonstrated(), load_tokenizer(path)
+    prepare = None if config.media is None else preparer(path, config.media)
+    if isinstance(own, PairsConfig):
+        return pair_encoder(tokenizer, own, source, prepare=prepare)
+    assert isinstance(own, SftConfig)
+    return encoder(tokenizer, own, source, max_prompt_tokens=config.prompt_limit(), prepare=prepare)
+
+
+def open_supervised(config: JobConfig, path: str, num_steps: int, *, world_size: int, device: str) -> Backend[Any]:
+    """The model of a job with the weights at `path`, to learn from its rows in `num_steps` and nothing else (collective); of a
+    reward model with a head, that of the folder or a new one: ConfigError for one that would be no model for sequence
+    classification."""
+    own, train, mesh = config.shown, config.train, Mesh.open(config.train.mesh, world_size, device)
+    seed(config.seed, mesh.rank)
+    scores = isinstance(own, RewardModelConfig)
+    model, packing = open_model(config, path, mesh, device=device, values=scores)
+    if isinstance(own, SftConfig):
+        balance = Balance.of(model, train) if train.router_aux_loss_coef else None
+        return backend_of(make_ready(model, train), own, num_steps, mesh=mesh, train=train, balance=balance)
+    if scores:
+        check_scores(model)
+    assert isinstance(own, DpoConfig | RewardModelConfig)
+    objective = PreferenceLoss(own, packing, device) if isinstance(own, DpoConfig) else RewardLoss(own, packing, device)
+    return Backend[Any](
+        make_ready(model, train), objective, own, num_steps=num_steps, mesh=mesh, offload=train.offload_optimizer,
+        scales=train.dtype == "float16",
     )  # fmt: skip
 
 
@@ -51,18 +83,9 @@ def open_learning(
 ) -> tuple[Backend[Any], Callable[[int], Learning]]:
     """The trainer of a job without rollouts, and from a position in its rows on what it learns (collective)."""
     rows, held_out = demonstrations(config, Fingerprints.of_run(run_dir))
-    source, tokenizer = config.demonstrated(), load_tokenizer(path)
-    prepare = None if config.media is None else preparer(path, config.media)
-    own = config.own
-    encode: Encode
-    if isinstance(own, SftConfig):
-        backend: Backend[Any] = open_sft(config, path, config.num_steps, world_size=world_size, device=device)
-        encode = encoder(tokenizer, own, source, max_prompt_tokens=config.prompt_limit(), prepare=prepare)
-    else:
-        assert isinstance(own, PairsConfig)
-        opened = open_dpo if isinstance(own, DpoConfig) else open_reward_model
-        backend = opened(config, path, config.num_steps, world_size=world_size, device=device)
-        encode = pair_encoder(tokenizer, own, source, prepare=prepare)
+    own, source, encode = config.own, config.demonstrated(), encoder_of(config, path)
+    assert own is not None
+    backend = open_supervised(config, path, config.num_steps, world_size=world_size, device=device)
 
     def learning(position: int) -> Learning:
         usable = backend.objective.known(encode) if isinstance(own, DpoConfig) else encode

@@ -17,7 +17,7 @@ from rondo.roles.algorithms.preference import preference_sums
 from rondo.roles.config import DataConfig, DpoConfig
 from rondo.roles.data.datasets import Row, RowError, open_dataset, row_of
 from rondo.roles.training.backend import Backend, Use
-from rondo.roles.training.preference import Pair, PreferenceLoss, encode_pair, pair_encoder
+from rondo.roles.training.preference import Pair, PreferenceLoss, pair_encoder
 from rondo.roles.training.supervised import Learning
 
 PAIRS = """
@@ -137,7 +137,7 @@ def test_every_form_of_a_pair_gives_the_same_tokens(values: dict[str, Any], colu
     source = DataConfig(
         **{"path": "a", "label": "chosen", "rejected": "rejected", "apply_chat_template": True} | columns
     )
-    pair = encode_pair(tokenizer, row_of(values, source, "a.jsonl:1"), source, 200)
+    pair = pair_encoder(tokenizer, config(), source)(row_of(values, source, "a.jsonl:1"))
     assert tokenizer.decode(pair.chosen.tokens).endswith(
         f"s21<|im_end|>\n<|im_start|>assistant\n12{tokenizer.eos_token}"
     )
@@ -149,7 +149,8 @@ def test_a_pair_that_is_none_is_refused() -> None:
     source = DataConfig(path="a", label="chosen", rejected="rejected", apply_chat_template=True)
 
     def made(chosen: Any, rejected: Any, most: int = 200) -> Pair:
-        return encode_pair(build_tokenizer(), Row("a.jsonl:1", [ASKED], chosen, {}, rejected=rejected), source, most)
+        own = config(micro_batch_tokens=most)
+        return pair_encoder(build_tokenizer(), own, source)(Row("a.jsonl:1", [ASKED], chosen, {}, rejected=rejected))
 
     with pytest.raises(RowError, match=r"a.jsonl:1: the answers of a pair must differ, got the same twice"):
         made("12", "12")
@@ -204,10 +205,7 @@ def test_a_pair_that_the_reference_does_not_know_is_left_out_and_a_file_that_can
     """Rows that could not be read when the reference was computed, or were changed where no fingerprint looks."""
     source, rows = DataConfig(path="a", label="chosen", rejected="rejected"), ("12", "13")
     tokenizer, objective = build_tokenizer(), PreferenceLoss(config(), Packing(False, False, None), "cpu")
-
-    def encode(row: Row) -> Pair:
-        return encode_pair(tokenizer, row, source, 200)
-
+    encode = pair_encoder(tokenizer, config(), source)
     known, other = (Row("a.jsonl:1", "s21>", chosen, {}, rejected="21") for chosen in rows)
     assert objective.known(encode) is encode  # nothing is computed yet
     objective.reference[encode(known).key] = (-1.0, -2.0)

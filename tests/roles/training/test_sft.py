@@ -18,7 +18,7 @@ from rondo.roles.config import DataConfig, MeshConfig, SftConfig
 from rondo.roles.data.datasets import Row, open_dataset
 from rondo.roles.data.prompts import TooLong, render_prompt
 from rondo.roles.training import sft
-from rondo.roles.training.supervised import cut
+from rondo.roles.training.supervised import Learning, cut
 from rondo.runtime.errors import ConfigError, Fatal
 from tests.models.builders import full_tensors
 from tests.strength import strength
@@ -54,7 +54,9 @@ def train(folder: Path, config: SftConfig, **options: Any) -> tuple[Any, list[di
     source = config.source(PROMPTS)
     rows = open_dataset(source)
     backend = sft.backend_of(parallel.compute_in(model), config, config.num_steps(len(rows)), mesh=mesh)
-    sft.fine_tune(backend, load_tokenizer(path), rows, config, source, **options)
+    encode = sft.encoder(load_tokenizer(path), config, source)
+    learning = Learning(backend, encode, rows, None, config, source, seed=options.pop("seed", 0))
+    learning.run(config.num_steps(len(rows)), **options)
     return model, steps
 
 
@@ -120,15 +122,13 @@ def test_it_stops_before_the_next_step_when_asked(folder: Path) -> None:
 
 def test_a_gradient_that_is_not_finite_ends_it(folder: Path) -> None:
     config = config_of(folder)
-    path = str(folder / "model")
+    path, source = str(folder / "model"), config.source(PROMPTS)
     model = load_model(path, dtype="float32", device="cpu")
     with torch.no_grad():
         model.lm_head.weight[0, 0] = float("nan")
+    backend, encode = sft.backend_of(model, config, 3), sft.encoder(load_tokenizer(path), config, source)
     with pytest.raises(ConfigError, match="the gradient of sft step 0 must be finite, got norm nan"):
-        sft.fine_tune(
-            sft.backend_of(model, config, 3), load_tokenizer(path), open_dataset(config.source(PROMPTS)), config,
-            config.source(PROMPTS), on_step=lambda _: None, should_stop=lambda: False,
-        )  # fmt: skip
+        Learning(backend, encode, open_dataset(source), None, config, source, seed=0).step(0)
 
 
 def test_a_demonstration_that_cannot_be_used_costs_itself_alone(folder: Path) -> None:
@@ -150,13 +150,18 @@ def test_long_demonstrations_lose_the_beginning_of_their_prompt_or_end_the_job_w
     folder: Path,
 ) -> None:
     tokenizer = load_tokenizer(str(folder / "model"))
-    row = Row("a.jsonl:1", "0123456789", "ab", {})
-    cut = sft.encode(tokenizer, row, DataConfig(path="unused", too_long="truncate"), 8)
-    assert tokenizer.decode(cut.sequence.tokens) == "56789ab" + tokenizer.eos_token
+
+    def encode(most: int, **options: Any) -> sft.Demonstration:
+        config = config_of(folder, micro_batch_tokens=most)
+        return sft.encoder(tokenizer, config, DataConfig(path="unused", **options))(
+            Row("a.jsonl:1", "0123456789", "ab", {})
+        )
+
+    assert tokenizer.decode(encode(8, too_long="truncate").sequence.tokens) == "56789ab" + tokenizer.eos_token
     with pytest.raises(TooLong):  # nothing would be left of the prompt
-        sft.encode(tokenizer, row, DataConfig(path="unused", too_long="truncate"), 3)
+        encode(3, too_long="truncate")
     with pytest.raises(Fatal, match=r"a.jsonl:1: prompt must have 1 to 8 tokens, got 10"):
-        sft.encode(tokenizer, row, DataConfig(path="unused", too_long="error"), 8)
+        encode(8, too_long="error")
 
 
 def test_a_prompt_is_the_same_in_the_warm_up_as_in_reinforcement(folder: Path) -> None:
@@ -164,8 +169,8 @@ def test_a_prompt_is_the_same_in_the_warm_up_as_in_reinforcement(folder: Path) -
     prompts = DataConfig(path="unused", apply_chat_template=True, system="Sort.", too_long="truncate")
     row = Row("rows row 1", "s41>", "14", {})
     reinforced = render_prompt(tokenizer, row, prompts, 20)
-    shown = sft.encode(tokenizer, row, config_of(folder).source(prompts), 64, 20)
-    tokens = shown.sequence.tokens
+    config = config_of(folder, micro_batch_tokens=64)
+    tokens = sft.encoder(tokenizer, config, config.source(prompts), max_prompt_tokens=20)(row).sequence.tokens
     assert tokens[: len(reinforced)].tolist() == reinforced.tolist() and len(tokens) == 20 + 3
 
 
