@@ -30,7 +30,7 @@ from rondo.roles.data.opening import folder_of
 from rondo.roles.data.originals import Originals
 from rondo.roles.data.prompts import check_length, messages_of, template_args
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.processes.pool import Pool, PoolStats
+from rondo.runtime.processes.pool import Pool
 from rondo.runtime.values import encode
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def preparer(path: str, config: MediaConfig) -> Callable[[Row, DataConfig, int, 
     return prepare
 
 
-class MediaPool:
+class MediaPool(Pool):
     """`config.num_workers` processes with the processor of the model at `path`. For one event loop, on the main thread."""
 
     def __init__(
@@ -74,7 +74,7 @@ class MediaPool:
     ) -> None:
         """originals: (run directory, most bytes) where those of kept samples go."""
         self._config = config
-        self._pool = Pool(
+        super().__init__(
             "rondo.roles.data.media:open_processor",
             {"path": path, "limits": config.limits(), "originals": originals and [str(originals[0]), originals[1]]},
             work="media processor",
@@ -116,28 +116,13 @@ class MediaPool:
 
     async def _made(self, item: dict[str, Any], refs: Sequence[MediaRef], data: DataConfig) -> Prepared:
         media = [[ref.kind, ref.source, ref.use_audio] for ref in located(refs, data, self._config)]
-        [outcome] = await self._pool.run([encode({**item, "media": media}, "prompt")])
+        [outcome] = await self.run([encode({**item, "media": media}, "prompt")])
         if outcome.kind == ConfigError.__name__:
             raise ConfigError(outcome.error)
         if outcome.error is not None:
             raise MediaError(outcome.error)
         tokens, key, arrays = outcome.value
         return tokens, None if key is None else MediaInputs(key, arrays)
-
-    def stats(self) -> PoolStats:
-        """Prompts prepared, failed and timed out since the start, and who waits now."""
-        return self._pool.stats()
-
-    async def close(self) -> None:
-        """Kills the workers and waits for their end. Callers of `prepare` get Closed. May be called twice."""
-        await self._pool.close()
-
-    async def __aenter__(self) -> MediaPool:
-        await self._pool.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
 
 
 def open_processor(

@@ -23,7 +23,7 @@ import orjson
 
 from rondo.roles.rewards.worker import IS_ASYNC, Opened, in_worker
 from rondo.runtime.errors import Closed, DeadlineExceeded, PeerGone
-from rondo.runtime.processes.pool import Outcome, Pool, PoolStats
+from rondo.runtime.processes.pool import Outcome, Pool
 from rondo.runtime.processes.pool_worker import failed
 from rondo.runtime.reference import load_reference
 from rondo.runtime.sandbox.sandbox import used
@@ -36,7 +36,7 @@ async def no_reward(response: str, label: Any, *, prompt: Any, metadata: Any) ->
     return 0.0
 
 
-class UserFunction:
+class UserFunction(Pool):
     """`open_function` names what makes `Opened` of the `settings`, JSON values; `work` and `source` are words for messages."""
 
     def __init__(
@@ -50,9 +50,8 @@ class UserFunction:
         deadline_s: float,
         load_deadline_s: float,
     ) -> None:
-        self._open = (open_function, dict(settings))
-        self._work, self._source, self._deadline_s = work, source, deadline_s
-        self._pool = Pool(
+        self._opens = open_function, dict(settings)
+        super().__init__(
             f"{in_worker.__module__}:{in_worker.__name__}",
             {"open_function": open_function, "settings": dict(settings), "sandbox": used()},
             work=work,
@@ -70,18 +69,18 @@ class UserFunction:
         """Loads it in processes, so that one that cannot be loaded harms nobody; an async one here, too, and these end.
 
         ConfigError for one that cannot be loaded or called."""
-        await self._pool.start()
-        [told] = await self._pool.run([encode(IS_ASYNC)])
+        await super().start()
+        [told] = await super().run([encode(IS_ASYNC)])
         self.is_mixed = told.value is None
         if told.value:
-            name, settings = self._open
+            name, settings = self._opens
             self._here = await asyncio.to_thread(load_reference(name, self._source), **settings)
-            await self._pool.close()
+            await super().close()
 
     async def run(self, items: Sequence[Encoded]) -> list[Outcome]:
         """One outcome an item, in order. Raises Closed after `close`, and what ends a `Pool`."""
         if self._here is None:
-            return await self._pool.run(items)
+            return await super().run(items)
         if self._closed:
             raise Closed(f"{self._source} must be open to be asked, got a closed one. Ask it before it closes")
         return await asyncio.gather(*(self._run_here(self._here, item) for item in items))
@@ -101,20 +100,10 @@ class UserFunction:
             return Outcome(error=text, kind=kind, brief=brief)
         return Outcome(value)
 
-    def stats(self) -> PoolStats:
-        return self._pool.stats()
-
     async def close(self) -> None:
         """Ends its processes; callers of a plain function get Closed. May be called twice."""
         self._closed = True
-        await self._pool.close()
-
-    async def __aenter__(self) -> UserFunction:
-        await self.start()
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        await super().close()
 
 
 def _decoded(encoded: Encoded) -> Any:

@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import orjson
@@ -186,7 +186,7 @@ class Pool:
         for worker in list(self._workers):
             await self._stop_worker(worker)
 
-    async def __aenter__(self) -> Pool:
+    async def __aenter__(self) -> Self:
         await self.start()
         return self
 
