@@ -13,9 +13,7 @@ Owns these rules and the files. Does not own which modules have adapters (`model
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from safetensors.torch import save_file
 
 from rondo.models.config import LoraConfig
 from rondo.models.lora import PREFIX, adapter_config
+from rondo.roles.engines.sglang.weights_disk import whole
 from rondo.runtime.errors import ConfigError
 
 _TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -80,21 +79,15 @@ def _outputs(name: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 def write(folder: Path, adapter: Mapping[str, torch.Tensor], lora: LoraConfig) -> None:
     """The whole folder or none; one that is there is replaced."""
-    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    try:
+    with whole(folder) as aside:
         tensors = {name: tensor.detach().to("cpu").contiguous() for name, tensor in adapter.items()}
         save_file(tensors, aside / "adapter_model.safetensors", {"format": "pt"})
         (aside / "adapter_config.json").write_bytes(orjson.dumps(adapter_config(adapter, lora, "")))
-        shutil.rmtree(folder, ignore_errors=True)
-        aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
 
 
 def target_modules(lora: LoraConfig, names: Iterable[str]) -> list[str]:
     """`--lora-target-modules` of a server for the adapters of such settings; `names` are those of the model's tensors on disk."""
+    targets = ("language",) if lora.targets == "all-linear" else lora.targets
     linear = re.compile(r"(?:.*\.)?layers\.\d+\.(?:.*\.)?([^.]+)\.weight")
     found = {
         match[1]
@@ -102,14 +95,8 @@ def target_modules(lora: LoraConfig, names: Iterable[str]) -> list[str]:
         if (match := linear.fullmatch(name))
         and not _ENCODERS.search(name)
         and ".experts." not in name
-        and _chosen(lora, name.removesuffix(".weight"))
+        and any(each == "language" or f".{name}".endswith(f".{each}.weight") for each in targets)
     }
     together = {other for group in _TOGETHER if found & set(group) for other in group}
     found = {name for name in found | together if name.endswith(("_proj", "proj_qkv", "proj_z", "proj_a", "proj_b"))}
     return sorted(found) if found <= _KNOWN else ["all"]
-
-
-def _chosen(lora: LoraConfig, path: str) -> bool:
-    if lora.targets == "all-linear":
-        return True
-    return any(target == "language" or path == target or path.endswith(f".{target}") for target in lora.targets)

@@ -108,7 +108,7 @@ class ServerAdapters:
             sign = -1 if info.get("schedule_low_priority_values_first") else 1
             self._first = {"priority": sign * int(PRIORITY.most)}
         self._model = await asyncio.to_thread(ModelFolder.of, self._model_path)
-        self._base = await self._weight_version()
+        self._base = (await self._client.get("/model_info", deadline_s=CALL_DEADLINE_S))["weight_version"]
         await self._sweep()
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
         await asyncio.to_thread(self._folder.mkdir, parents=True)
@@ -248,9 +248,6 @@ class ServerAdapters:
     def is_base(self, told: Any) -> bool:
         """Whether an answer's weight version is that of the base which the server had when this began."""
         return bool(told == self._base)
-
-    async def _weight_version(self) -> Any:
-        return (await self._client.get("/model_info", deadline_s=CALL_DEADLINE_S))["weight_version"]
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 

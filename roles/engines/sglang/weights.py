@@ -214,7 +214,8 @@ class ServerWeights:
         """Leave the server generating, its tokens marked; what fails here is told beside the first error."""
         if self._proof is None:
             await transfer.refused(str(version))
-            await beside(self._client, error, "/update_weight_version", _mark(version))
+            mark = {"new_version": f"{UNPROVED}{version}", "abort_all_requests": False}
+            await beside(self._client, error, "/update_weight_version", mark)
             error.add_note(
                 "The server's weights are not proved: they may be of two versions. A whole update repairs that."
             )
@@ -302,10 +303,6 @@ class ServerWeights:
         return TensorTransfer(
             self._client, tensor_parallel=info["tp_size"], bucket_bytes=config.bucket_bytes, deadline_s=self._load_s
         )
-
-
-def _mark(version: int) -> dict[str, Any]:
-    return {"new_version": f"{UNPROVED}{version}", "abort_all_requests": False}
 
 
 def _on_this_node(url: str) -> bool:

@@ -19,7 +19,8 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import orjson
@@ -77,21 +78,29 @@ class DiskTransfer(Transfer):
                 _remove(old)
 
 
-def write(folder: Path, tensors: Mapping[str, torch.Tensor], model: Path) -> Path:
-    """Write `tensors`, and what else is in `model`, as `folder`, unless that is there. Returns `folder`."""
-    if folder.is_dir():
-        return folder
+@contextmanager
+def whole(folder: Path) -> Iterator[Path]:
+    """Where the folder is written, which is put in place when the body has ended; one that is there is replaced."""
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     try:
+        yield aside
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def write(folder: Path, tensors: Mapping[str, torch.Tensor], model: Path) -> Path:
+    """Write `tensors`, and what else is in `model`, as `folder`, unless that is there. Returns `folder`."""
+    if folder.is_dir():
+        return folder
+    with whole(folder) as aside:
         _write_weights(aside, {name: tensor.detach().to("cpu").contiguous() for name, tensor in tensors.items()})
         for file in model.iterdir():
             if file.is_file() and not _WEIGHTS.fullmatch(file.name):
                 shutil.copyfile(file, aside / file.name)
-        aside.rename(folder)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
     return folder
 
 

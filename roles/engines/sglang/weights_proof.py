@@ -85,7 +85,7 @@ class Recipes:
 
     def learn(self, told: Mapping[Key, str], tensors: Mapping[str, torch.Tensor]) -> set[Key]:
         """Find the recipes of what the server has told while it held `tensors`. Returns what fits none."""
-        names = _by_canonical(tensors)
+        names = {_canonical(name): name for name in tensors}
         for key, found in told.items():
             if key not in self._known:
                 possible = (
@@ -147,9 +147,12 @@ class Recipes:
         if last in _RENAMED and (renamed := f"{module}.{_RENAMED[last]}.{field}") in names:
             yield from self._plain(names[renamed])
         if last in _FUSED:
-            parts = [names.get(f"{module}.{part}.{field}") for part in _FUSED[last]]
-            if None not in parts:
-                yield from self._fused(tuple(part for part in parts if part is not None))
+            wanted = [f"{module}.{part}.{field}" for part in _FUSED[last]]
+            if names.keys() >= set(wanted):
+                fused = tuple(names[part] for part in wanted)
+                yield from self._alike(fused, self._rows)
+                if len(fused) == 3 and self._heads is not None:
+                    yield Recipe(fused, (self._rows[0], self._heads, self._heads))
         if field in _EXPERTS:
             experts = _experts(path, _EXPERTS[field], names)
             if experts:
@@ -159,11 +162,6 @@ class Recipes:
         of_ranks = self._rows[0], self._columns[0], self._vocabulary, self._rows[1], self._columns[1]
         for cut in (None, *(of_ranks if self._size > 1 else (self._vocabulary,))):
             yield Recipe((name,), (cut,))
-
-    def _fused(self, names: tuple[str, ...]) -> Iterator[Recipe]:
-        yield from self._alike(names, self._rows)
-        if len(names) == 3 and self._heads is not None:
-            yield Recipe(names, (self._rows[0], self._heads, self._heads))
 
     def _alike(self, names: tuple[str, ...], cuts: Sequence[Cut]) -> Iterator[Recipe]:
         """All of them cut in the same way."""
@@ -194,10 +192,6 @@ def told_by(answer: Any) -> dict[Key, str]:
             if not (drafts and name.startswith(drafts)):
                 found[roles[0]["tp_rank"], name] = value
     return found
-
-
-def _by_canonical(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return {_canonical(name): name for name in tensors}
 
 
 def _canonical(name: str) -> str:
