@@ -316,7 +316,7 @@ class Fleet:
             member.wake.clear()
             if not member.updating:
                 await self._look(member)
-                if member in self._half_open():
+                if self.serves(member) and member.breaker.state(self.clock()) == "half-open":
                     await self._try(member)
                 await self.owner.repair(member)
             self.owner.seen(member)
@@ -333,10 +333,6 @@ class Fleet:
             pause_s = limits.absent_interval_s * 2 ** min(member.missed - 1, 16)
         rests_s = member.breaker.rests_s(self.clock())
         return min(pause_s, limits.health_interval_s, rests_s if rests_s > 0 else pause_s)
-
-    def _half_open(self) -> list[Member]:
-        now = self.clock()
-        return [m for m in self.members if self.serves(m) and m.breaker.state(now) == "half-open"]
 
     async def _look(self, member: Member) -> None:
         """Asks the engine how it is. While it is being updated, it is the update that tells."""

@@ -193,13 +193,10 @@ class Places:
         if self._absent_since is None:
             self._absent_since = self._clock()
         if self._absent is None:
-            loop = asyncio.get_running_loop()
-            self._absent = loop.call_later(max(0.0, self._absent_due() - self._clock()), self._give_up)
-
-    def _absent_due(self) -> float:
-        """When the first of those that wait has waited long enough for any engine at all."""
-        since = min((job.since for job in self._all_waiting()), default=self._clock())
-        return max(since, self._absent_since or 0.0) + self._limits.absent_deadline_s
+            # When the first of those that wait has waited long enough for any engine at all.
+            since = max(self._absent_since, min(job.since for job in self._all_waiting()))
+            left_s = since + self._limits.absent_deadline_s - self._clock()
+            self._absent = asyncio.get_running_loop().call_later(max(0.0, left_s), self._give_up)
 
     def _give_up(self) -> None:
         """Fails those that have waited too long for any engine."""

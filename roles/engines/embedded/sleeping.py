@@ -51,11 +51,8 @@ class Sleeper:
     @property
     def held(self) -> bool:
         """Whether it sleeps, or the lent tensors are not the version that it is for."""
-        return self._forward is None or self._elsewhere
-
-    @property
-    def _elsewhere(self) -> bool:
-        return self._lent is not None and (self._version is None or self._lent.version != self._version)
+        elsewhere = self._lent is not None and (self._version is None or self._lent.version != self._version)
+        return self._forward is None or elsewhere
 
     def sleep(self) -> None:
         """Release everything. What was in the cache is gone."""
