@@ -40,6 +40,7 @@ from rondo.models.trials import logits_of
 from rondo.models.units import drop_copies
 from rondo.roles.config import JobConfig
 from rondo.runtime.errors import Fatal
+from rondo.runtime.records.record import write_whole
 
 _CANARY = "canary.json"
 _PROMPTS, _PROMPT_TOKENS, _LIKELIEST = 8, 12, 8
@@ -140,9 +141,7 @@ class Canary:
 
     def write(self, folder: Path) -> None:
         """Whole or not at all, for whoever reads it meanwhile."""
-        aside = folder / f".{_CANARY}"
-        aside.write_bytes(orjson.dumps(asdict(self)))
-        aside.replace(folder / _CANARY)
+        write_whole(folder / _CANARY, orjson.dumps(asdict(self)))
 
     @classmethod
     def read(cls, folder: Path) -> Canary:

@@ -230,7 +230,7 @@ class PolicyObjective:
         if self.balance is not None:
             again = use is not None and use.passes == 0 and self._config.train.epochs > 1
             heard = self.balance.hears(packed, records=again and self._records(rows))
-        ids = self._ids([row.compared_ids for row in rows])
+        ids = self._column([row.compared_ids for row in rows], torch.int64)
         samples = _samples(rows, use)
         found = self._scores(model, packed, with_entropy=True, heard=heard, ids=ids)
         log_probs, entropy = found.log_probs, found.entropy
@@ -336,15 +336,11 @@ class PolicyObjective:
             ids=None if ids is None else ids.clamp(min=0),
         )
 
-    def _ids(self, arrays: Sequence[np.ndarray | None]) -> torch.Tensor | None:
-        present = [array for array in arrays if array is not None]
-        return torch.from_numpy(np.concatenate(present)).to(self._device, torch.int64) if present else None
-
-    def _column(self, arrays: Sequence[np.ndarray | None]) -> torch.Tensor | None:
+    def _column(self, arrays: Sequence[np.ndarray | None], dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
         present = [array for array in arrays if array is not None]
         if len(present) < len(arrays):
             return None
-        return torch.from_numpy(np.concatenate(present)).to(self._device, torch.float32)
+        return torch.from_numpy(np.concatenate(present)).to(self._device, dtype)
 
     def _dummy_row(self) -> TrainRow:
         return TrainRow(

@@ -17,6 +17,7 @@ import shutil
 from pathlib import Path
 
 from rondo.runtime.checkpoints import complete, folder_of, rotate
+from rondo.runtime.records.record import write_whole
 
 _KEPT = 2
 """Whose checkpoints may be written still."""
@@ -52,9 +53,7 @@ class Parts:
     def none_before(self, version: int) -> None:
         """Of older versions no part comes that is not there; of those that are, only the newest stay."""
         self.place.mkdir(parents=True, exist_ok=True)
-        aside = self.place / "next.aside"
-        aside.write_text(str(version))
-        aside.rename(self.place / "next")
+        write_whole(self.place / "next", str(version).encode())
         rotate(self.place, _KEPT)
 
     def take(self, version: int, folder: Path) -> None:

@@ -99,15 +99,12 @@ class TrainedSamples:
     def begin(self, version: int) -> None:
         """Training goes on at `version`: files of later steps are of what is trained again, or was given up."""
         with telling(_WHAT):
-            own = sorted((int(found[1]), path) for path, found in _files(self.run) if self._is_own(found))
+            mine = [(path, name) for path, name in _files(self.run) if int(name[2]) % self.world_size == self.rank]
+            own = sorted((int(name[1]), path) for path, name in mine)  # files of ranks that are no more are somebody's
             self._files = deque((path, path.stat().st_size) for step, path in own if step < version)
             for step, path in own:
                 if step >= version:
                     path.unlink()
-
-    def _is_own(self, found: re.Match[str]) -> bool:
-        """Files of ranks that are no more are somebody's."""
-        return int(found[2]) % self.world_size == self.rank
 
     def forget(self, step: int) -> None:
         """The rows of a step that was given up, and begins again."""
