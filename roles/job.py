@@ -21,6 +21,7 @@ import orjson
 
 from rondo.comm.bus.bus import POLL_S, Bus, Round
 from rondo.comm.bus.member import Member
+from rondo.models.config import ModelConfig
 from rondo.roles.config import JobConfig
 from rondo.roles.sampling.tools import with_tools
 from rondo.roles.training.compute_turns import Turns
@@ -97,10 +98,12 @@ async def _open(ctx: WorkerContext) -> Job:
     rests = takes_turns and config.trainer_rests(on_device=device != "cpu")
     scores = not roles.get(ctx.role_group, set()).isdisjoint(SCORING)
     order = await _order(ctx) if scores and ctx.world_size > 1 else None
+    teachers = {} if config.distillation is None else config.distillation.named()
     return Job(
         config, bus, model_path, device, Turns(order), lent,
         publishes=others_read or not lends or config.adapts_engines, has_actor_fwd=has_actor_fwd, takes_turns=takes_turns,
-        rests=rests, teacher_paths=_teacher_paths(ctx.run_dir, config), judge_paths=_judge_paths(ctx.run_dir, config),
+        rests=rests, teacher_paths=_paths(ctx.run_dir, "teachers", {name: each.model for name, each in teachers.items()}),
+        judge_paths=_paths(ctx.run_dir, "judges", {name: each.model for name, each in config.judges.items()}),
         scores_alone=roles.get(ctx.role_group) == {"scorer"},
     )  # fmt: skip
 
@@ -111,19 +114,11 @@ async def _order(ctx: WorkerContext) -> TurnsTold | TurnsFollowed:
     return TurnsFollowed(store, ctx.world_size - 1) if ctx.rank else TurnsTold(store)
 
 
-def _teacher_paths(run_dir: Path, config: JobConfig) -> dict[str, str]:
-    if config.distillation is None:
-        return {}
-    models = {name: teacher.model for name, teacher in config.distillation.named().items() if teacher.model is not None}
-    prepared = orjson.loads((run_dir / "prepared.json").read_bytes())
-    paths = {name: prepared["teachers"][name] for name in models}
-    return {name: path if models[name].recipe is None else str(run_dir / path) for name, path in paths.items()}
-
-
-def _judge_paths(run_dir: Path, config: JobConfig) -> dict[str, str]:
-    models = {name: judge.model for name, judge in config.judges.items() if judge.model is not None}
-    paths = orjson.loads((run_dir / "prepared.json").read_bytes())["judges"] if models else {}
-    return {name: paths[name] if model.recipe is None else str(run_dir / paths[name]) for name, model in models.items()}
+def _paths(run_dir: Path, kind: str, models: Mapping[str, ModelConfig | None]) -> dict[str, str]:
+    """Where the files of these models are, which were prepared as the run's "teachers" or "judges"."""
+    named = {name: model for name, model in models.items() if model is not None}
+    paths = orjson.loads((run_dir / "prepared.json").read_bytes())[kind] if named else {}
+    return {name: paths[name] if model.recipe is None else str(run_dir / paths[name]) for name, model in named.items()}
 
 
 def roles_of(run_dir: Path) -> dict[str, set[str]]:
