@@ -16,12 +16,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rondo.roles.rewards.scores import scored, scored_group
-from rondo.roles.rewards.several import chosen, together
+from rondo.roles.rewards.several import Call, chosen, together
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 from rondo.runtime.values import Encoded, encode
@@ -56,7 +56,7 @@ def in_worker(
         if item == IS_ASYNC:
             return encode(opened.is_async)
         value = opened.call(item)
-        return opened.check(_loop().run_until_complete(_awaited(value)) if hasattr(value, "__await__") else value)
+        return opened.check(_loop().run_until_complete(value) if hasattr(value, "__await__") else value)
 
     return run
 
@@ -83,7 +83,9 @@ def open_function(
     elif by is None:
         call = together(calls, per == "group")
     else:
-        call = chosen(dict.fromkeys(parts, _nothing if per == "response" else _nothings) | calls, by)
+        # The score of a row that another function has.
+        nothing: Call = lambda item: 0.0 if per == "response" else [0.0] * len(item[0])  # noqa: E731
+        call = chosen(dict.fromkeys(parts, nothing) | calls, by)
     if unknown := args.keys() - {name for part in parts.values() for name in part.taken}:
         raise ConfigError(
             f"reward.args must name parameters of reward.function, got {', '.join(sorted(unknown))}. Correct the name, or add "
@@ -92,15 +94,6 @@ def open_function(
     check = functools.partial(scored if per == "response" else scored_group, components=components)
     asyncs = {part.is_async for name, part in parts.items() if name in calls}
     return Opened(call, check, asyncs.pop() if len(asyncs) == 1 else None)
-
-
-def _nothing(_: list[Any]) -> float:
-    """The score of a row that another function has."""
-    return 0.0
-
-
-def _nothings(item: list[Any]) -> list[float]:
-    return [0.0] * len(item[0])
 
 
 class _Part(NamedTuple):
@@ -155,7 +148,3 @@ def _loop() -> Any:
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     return loop
-
-
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value

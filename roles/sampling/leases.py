@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 Key = tuple[int, int]
@@ -38,7 +38,7 @@ class Progress:
         self._clock = clock
         self._held: set[Key] = set()
         self._moved: set[Key] = set()  # since the last call
-        self._preparing: set[Key] = set()
+        self._preparing: dict[Key, None] = {}
         self._generating: dict[str, Key] = {}
         self._elsewhere, self._made = Counter[Key](), Counter[Key]()
         self._scoring: dict[Key, float] = {}
@@ -66,24 +66,26 @@ class Progress:
         self._left()
 
     @contextmanager
-    def preparing(self, key: Key) -> Iterator[None]:
-        """The group's prompt is made while the body runs, which has deadlines of its own."""
-        self._preparing.add(key)
+    def _while(self, key: Key, held: MutableMapping[Any, Any], name: Any, value: Any) -> Iterator[None]:
+        """What the group comes further by is `held` while the body runs."""
+        held[name] = value
         try:
             yield
             self._moved.add(key)
         finally:
-            self._preparing.discard(key)
+            del held[name]
 
-    @contextmanager
-    def generating(self, key: Key, request_id: str) -> Iterator[None]:
+    def preparing(self, key: Key) -> AbstractContextManager[None]:
+        """The group's prompt is made while the body runs, which has deadlines of its own."""
+        return self._while(key, self._preparing, key, None)
+
+    def generating(self, key: Key, request_id: str) -> AbstractContextManager[None]:
         """This request of the group is at the engine while the body runs."""
-        self._generating[request_id] = key
-        try:
-            yield
-            self._moved.add(key)
-        finally:
-            del self._generating[request_id]
+        return self._while(key, self._generating, request_id, key)
+
+    def scoring(self, key: Key) -> AbstractContextManager[None]:
+        """Samples of the group are with the reward while the body runs."""
+        return self._while(key, self._scoring, key, self._clock())
 
     @contextmanager
     def elsewhere(self, key: Key) -> Iterator[None]:
@@ -101,16 +103,6 @@ class Progress:
         """Samples of the held groups that need nothing of the engine, for now or any more."""
         return self._elsewhere.total() + self._made.total()
 
-    @contextmanager
-    def scoring(self, key: Key) -> Iterator[None]:
-        """Samples of the group are with the reward while the body runs."""
-        self._scoring[key] = self._clock()
-        try:
-            yield
-            self._moved.add(key)
-        finally:
-            del self._scoring[key]
-
     def since_last(self, requests: Mapping[str, int], scored: Any) -> list[Key]:
         """The groups that have come further since the last call. requests: as `Engine.progress` tells them; scored: counters of
         the rewards."""
@@ -119,7 +111,7 @@ class Progress:
         if scored != self._scored:
             self._scored, self._scored_at = scored, now
         moved, self._moved = self._moved, set()
-        moved |= self._preparing
+        moved |= self._preparing.keys()
         self._elsewhere = +self._elsewhere
         moved |= self._elsewhere.keys()
         moved |= {key for name, key in self._generating.items() if requests.get(name) != before.get(name)}
