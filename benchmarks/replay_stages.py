@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from rondo.roles.sampling.evaluation import sample_seed
+from rondo.roles.engines.engine import sample_seed
 
 STAGES = Path(__file__).with_name("paper_stages.json")
 NAME = "replay.json"

@@ -25,7 +25,7 @@ import orjson
 
 from rondo.models.control_tokens import spelt
 from rondo.roles.data.datasets import Row, RowError
-from rondo.roles.data.prompts import messages_of, of_text, template_args
+from rondo.roles.data.prompts import has_media, messages_of, of_text, template_args
 
 if TYPE_CHECKING:
     from rondo.roles.config import DataConfig
@@ -137,13 +137,11 @@ def rewrites(chat: Chat) -> list[str]:
 
 def check_text(name: str, messages: Sequence[Message]) -> None:
     """RowError for media, which a row of text cannot begin with."""
-    for message in messages:
-        parts = message.get("content")
-        if isinstance(parts, list) and any(part.get("type") != "text" for part in parts):
-            raise RowError(
-                f"{name}: what a further row begins with must be text, got media in a message of role {message['role']!r}. Put "
-                "them into the prompt, or say them behind it"
-            )
+    for message in filter(has_media, messages):
+        raise RowError(
+            f"{name}: what a further row begins with must be text, got media in a message of role {message['role']!r}. Put "
+            "them into the prompt, or say them behind it"
+        )
 
 
 def _stand_in(message: Message) -> dict[str, Any]:

@@ -189,9 +189,14 @@ def _beyond(text: str, num_tokens: int, config: DataConfig) -> RowError | Fatal:
     return TooLong(text, num_tokens)
 
 
+def has_media(message: Mapping[str, Any]) -> bool:
+    parts = message.get("content")
+    return isinstance(parts, list) and any(part.get("type") != "text" for part in parts)
+
+
 def of_text(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with parts of text alone as one text, which every template takes."""
     parts = message.get("content")
-    if not isinstance(parts, list) or any(part.get("type") != "text" for part in parts):
+    if not isinstance(parts, list) or has_media(message):
         return dict(message)
     return {**message, "content": "".join(part["text"] for part in parts)}

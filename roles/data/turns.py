@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rondo.roles.data.datasets import Row, RowError
-from rondo.roles.data.prompts import as_shown
+from rondo.roles.data.prompts import as_shown, has_media
 
 if TYPE_CHECKING:
     from rondo.roles.config import DataConfig
@@ -37,7 +37,7 @@ def encode_turns(tokenizer: Any, row: Row, config: DataConfig, turns: str) -> tu
             f"{row.name}: a chat must have a turn of the assistant to learn, got none. Correct or remove the row"
         )
     first, last = learnt[0], learnt[-1]
-    if any(_has_media(each) for each in messages[first:]):
+    if any(has_media(each) for each in messages[first:]):
         raise RowError(
             f"{row.name}: media must come before the first turn that is learnt, got some behind it. Set sft.turns to 'last'"
         )
@@ -77,8 +77,3 @@ def encode_turns(tokenizer: Any, row: Row, config: DataConfig, turns: str) -> tu
     while masks and not masks[-1]:  # what a template writes behind the last end
         del tokens[-1], masks[-1]
     return replace(row, prompt=messages[:first]), np.asarray(tokens, np.int32), np.asarray(masks, np.uint8)
-
-
-def _has_media(message: dict[str, Any]) -> bool:
-    parts = message.get("content")
-    return isinstance(parts, list) and any(part.get("type") != "text" for part in parts)

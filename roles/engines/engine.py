@@ -12,6 +12,7 @@ completion carries the log-prob and the policy version it was sampled under.
 
 from __future__ import annotations
 
+import hashlib
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -174,6 +175,13 @@ class Completion:
             routed_experts=None if experts is None else experts[: len(experts) - beyond],
             top=None if top is None else Top(top.tokens[:size], top.log_probs[:size]),
         )
+
+
+def sample_seed(*of: object) -> int:
+    """63 bits, the same in every epoch, replica and attempt: of (run seed, what it is for, position in the data order,
+    sample), or of (a sample's seed, the name of what is drawn beside it or behind it)."""
+    digest = hashlib.blake2b("/".join(map(str, of)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def ended_with(request: Request, reason: FinishReason, done: Prefix | None) -> Completion:

@@ -15,7 +15,6 @@ trained in exactly one row. Once a session is over nothing more of it is answere
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import secrets
 from collections import deque
@@ -29,7 +28,7 @@ import orjson
 
 from rondo.comm.bus.group import NO_VERSION
 from rondo.roles.data.datasets import RowError
-from rondo.roles.engines.engine import Completion, Engine, EngineStats, FinishReason, Request
+from rondo.roles.engines.engine import Completion, Engine, EngineStats, FinishReason, Request, sample_seed
 from rondo.roles.rewards.scores import RewardError, scored
 from rondo.roles.sampling.agent_programs import OVER, Told
 from rondo.roles.sampling.episode import Limits, SampleRow
@@ -85,8 +84,7 @@ class Session:
 
     def next_seed(self) -> int:
         self.num_turns += 1
-        digest = hashlib.blake2b(f"{self.request.seed}/{self.num_turns}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") >> 1
+        return sample_seed(self.request.seed, self.num_turns)
 
 
 class Sessions:

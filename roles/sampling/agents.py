@@ -18,7 +18,6 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +115,14 @@ class Agents:
                 with sessions.opened(client, number, context.limits) as session:
                     told, began = self._told(session, row, context), time.monotonic()
                     if self._settings.command:
-                        limit_s, over = self._settings.deadline_s, partial(_is_over, session)
                         played = await play(
                             self._settings.command,
                             told,
                             url,
                             self._folder,
-                            limit_s=limit_s,
+                            limit_s=self._settings.deadline_s,
                             ends=session.ends,
-                            over=over,
+                            over=lambda: session.told or session.fault is not None,
                         )
                     else:
                         played = await self._elsewhere(session, told, sessions)
@@ -174,7 +172,3 @@ class Agents:
         told = {name: getattr(limits, name) for name in Limits.__slots__ if name not in ("max_s", "max_turn_bytes")}
         told["deadline_s"] = self._settings.deadline_s
         return Told(session.name, session.key, self._config.name, as_json(named), told, context.evaluates)
-
-
-def _is_over(session: Session) -> bool:
-    return session.told or session.fault is not None

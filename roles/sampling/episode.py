@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import hashlib
 import itertools
 import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
@@ -43,7 +42,7 @@ from rondo.models.media.refs import MediaRef
 from rondo.roles.data.chat import Chat, Message, check_text
 from rondo.roles.data.datasets import RowError
 from rondo.roles.data.media_rows import with_parts
-from rondo.roles.engines.engine import Completion, FinishReason, Prefix, Request, ended_with
+from rondo.roles.engines.engine import Completion, FinishReason, Prefix, Request, ended_with, sample_seed
 from rondo.roles.sampling.kept_turns import place_of
 from rondo.runtime.errors import ConfigError
 
@@ -419,9 +418,8 @@ class Episode:
         if len(shared.rows) >= limits.max_rows or room < 1:
             return None
         name = ".".join(map(str, path))
-        seed = int.from_bytes(hashlib.blake2b(f"{root.seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
         request = replace(
-            root, id=f"{root.id}.{name}", prompt=prompt.astype(np.int32), seed=seed,
+            root, id=f"{root.id}.{name}", prompt=prompt.astype(np.int32), seed=sample_seed(root.seed, name),
             params=replace(root.params, max_new_tokens=room),
         )  # fmt: skip
         row = _Row(path, request, messages, reply)

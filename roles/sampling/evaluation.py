@@ -18,7 +18,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import hashlib
 import math
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
@@ -36,7 +35,7 @@ from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row, RowError, Rows
 from rondo.roles.data.media import originals_of
 from rondo.roles.data.row_filters import Filtered
-from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
+from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams, sample_seed
 from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
 from rondo.roles.sampling.columns import finish_of, turns_of
@@ -57,12 +56,6 @@ _LAST = -1
 SET = "evaluation set"
 """In the metadata of a row: its set, where that has a reward of its own."""
 Prepare = Callable[[Row, DataConfig], Awaitable[tuple[np.ndarray, MediaInputs | None]]]
-
-
-def sample_seed(run_seed: int, kind: str, position: int, sample: int) -> int:
-    """63 bits from (run seed, position in the data order, sample): the same in every epoch, replica and attempt."""
-    digest = hashlib.blake2b(f"{run_seed}/{kind}/{position}/{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
 
 
 def pass_at_k(num_samples: int, num_solved: int, k: int) -> float:
@@ -132,7 +125,9 @@ class Evaluator:
         """Every `of`-th prompt under exactly this version, which the engine has and keeps; one wave decodes, one waits. The
         answers go to `samples/LABEL.PART.jsonl`, in the place of those of whoever was at this part before. `names`: of these sets
         alone."""
-        configs = {name: each for name, each in self._configs.items() if not names or name in names}
+        assert self.config.evaluation is not None
+        every_set = self.config.evaluation.named_sets()
+        configs = {name: each for name, each in every_set.items() if not names or name in names}
         room = asyncio.Semaphore(max(1, -(-2 * num_slots // max(c.samples_per_prompt for c in configs.values()))))
         first_failed: list[str] = []
         lines: JsonLines | None = None
@@ -165,11 +160,6 @@ class Evaluator:
             "rewards": [found for task in asked if (found := task.result())],
             "failed": min(first_failed, default=""),
         }
-
-    @property
-    def _configs(self) -> Mapping[str, EvalSet]:
-        assert self.config.evaluation is not None
-        return self.config.evaluation.named_sets()
 
     async def _prompt(
         self, engine: Engine, label: str, version: int, name: str, config: EvalSet, index: int

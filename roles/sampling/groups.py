@@ -35,7 +35,7 @@ from rondo.roles.data.cursor import Order
 from rondo.roles.data.datasets import Row, RowError, Rows
 from rondo.roles.data.media import MediaPool, originals_of
 from rondo.roles.data.prompts import render_prompt, without_media_section
-from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams
+from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams, sample_seed
 from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.job import Job
 from rondo.roles.resumed import KeptSamples, put_kept
@@ -43,7 +43,7 @@ from rondo.roles.rewards.function import UserFunction
 from rondo.roles.rewards.pool import RewardPool, RewardResult
 from rondo.roles.sampling.columns import NOTHING, columns_of, finish_of, in_parts, info_of, with_score, words_of
 from rondo.roles.sampling.episode import Made
-from rondo.roles.sampling.evaluation import limits_of, sample_seed, scored, shown, told_error
+from rondo.roles.sampling.evaluation import limits_of, scored, shown, told_error
 from rondo.roles.sampling.filters import Ended, equal_rewards, kept
 from rondo.roles.sampling.given import Given
 from rondo.roles.sampling.kept_turns import EpisodeCounts, KeptTurns

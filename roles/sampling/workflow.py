@@ -39,7 +39,6 @@ Invariant: every missing sample is handed in exactly once, or the row fails.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -52,7 +51,7 @@ from rondo.models.media.inputs import MediaInputs
 from rondo.models.media.refs import MediaRef
 from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row, RowError
-from rondo.roles.engines.engine import Request
+from rondo.roles.engines.engine import Request, sample_seed
 from rondo.roles.sampling.episode import Ask, Episode, Limits, Look, Made
 from rondo.roles.sampling.kept_turns import KeptTurns
 from rondo.runtime.errors import ConfigError, RondoError
@@ -83,8 +82,8 @@ class Client:
         """Somebody of this name who talks with a sample and is none, from the group's prompt on: the policy too, but nothing that
         it says is trained, nor counts in the sample's budgets."""
         root = self.request(number)
-        seed = int.from_bytes(hashlib.blake2b(f"{root.seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
-        return self._opened(number, replace(root, id=f"{root.id}.{name}", seed=seed, prefix=None))
+        own = sample_seed(root.seed, name)
+        return self._opened(number, replace(root, id=f"{root.id}.{name}", seed=own, prefix=None))
 
     def _opened(self, number: int, request: Request) -> Episode:
         at = self._context
