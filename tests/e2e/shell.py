@@ -1,6 +1,6 @@
 """Commands of `rondo` one after another in one process. They share one nursery, so that torch and transformers, which take each
-command seconds, are loaded once; all else of a command is its own. For runs that come to their end by themselves: one that is to
-get signals is a process of its own (`runs.py`).
+command seconds, are loaded once, and what draws curves; all else of a command is its own. For runs that come to their end by
+themselves: one that is to get signals is a process of its own (`runs.py`).
 
     code, output = rondo("check", "examples/quickstart.py")     # the fixture of tests/conftest.py
     code, output = rondo("tests.e2e.slowed", str(tmp_path))     # or a module of the tests that starts a run itself
@@ -19,6 +19,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rondo.launch import cli
+from rondo.runtime.processes import cgroup
+from rondo.runtime.processes.cgroup import Cgroup
 from rondo.runtime.processes.guard import die_with_parent
 from rondo.runtime.supervision import nursery
 from rondo.runtime.supervision.nursery import Nursery
@@ -36,7 +38,10 @@ class Kept(Nursery):
             super().open()
 
     def close(self) -> None:
-        pass
+        """It leaves the control group of its run, all of which ends with that."""
+        if (own := cgroup._own()) is not None:
+            for pid in self.pids.values():
+                Cgroup(own).add(pid)
 
 
 def to_the_end(rondo: Rondo, line: Sequence[str], run_dir: Path) -> Ended:
@@ -77,6 +82,10 @@ def main() -> None:
     die_with_parent()
     kept = Kept()
     nursery.Nursery = lambda: kept  # type: ignore[assignment, misc]
+    from rondo.launch import train  # which asks for a nursery by its name
+    from rondo.launch.report.plot import draw
+
+    train._plot = lambda run: train.say(str(draw(run)))
     for line in sys.stdin:
         words: list[str] = json.loads(line)
         os.chdir(ROOT)  # a run that goes on works where it began
