@@ -74,6 +74,11 @@ class Section(BaseModel):
         """The rules between settings that these break, a whole sentence each, of which the first is told."""
         yield from ()
 
+    def changed(self, *names: str) -> dict[str, Any]:
+        """Of these settings those that are not what they are by default, with their values."""
+        fields = type(self).model_fields
+        return {name: value for name in names if (value := getattr(self, name)) != fields[name].default}
+
 
 def references(section: BaseModel) -> list[tuple[str, str]]:
     """(path, reference) of every function in the settings, in the order of the tree."""

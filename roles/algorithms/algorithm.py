@@ -208,12 +208,8 @@ class AlgorithmConfig(Section):
             rule = "be none of ours with algorithm.own" if self.own else "name an algorithm"
             hint = "Rename it" if self.own else nearest(self.name, list(ALGORITHMS))
             yield f"algorithm.name must {rule}, got {self.name!r}. {hint}"
-        for option in ("tis_low", "tis_mode", "tis_level"):
-            if self._differs(option) and self.tis_high is None:
-                yield (
-                    f"algorithm.tis_high must be set with algorithm.{option}, got only {option} {getattr(self, option)}. "
-                    "Set both"
-                )
+        for option, got in self.changed("tis_low", "tis_mode", "tis_level").items() if self.tis_high is None else ():
+            yield f"algorithm.tis_high must be set with algorithm.{option}, got only {option} {got}. Set both"
         told = self.advantage != ("group_mean_std" if self.normalize_std else "group_mean")
         for option, other in (("tis_high", "correction"), ("normalize_std", "advantage")):
             if getattr(self, option) is not None and (told if other == "advantage" else self.correction is not None):
@@ -221,11 +217,11 @@ class AlgorithmConfig(Section):
                     f"algorithm.{option} must be left out with algorithm.{other}, which decides that, "
                     f"got {getattr(self, option)}. Remove one of them"
                 )
-        for option in ("gamma", "gae_lambda", "bootstrap_truncated"):
-            if self._differs(option) and not (self.needs_critic or (option == "gamma" and self.by_turn)):
+        for option, got in self.changed("gamma", "gae_lambda", "bootstrap_truncated").items():
+            if not (self.needs_critic or (option == "gamma" and self.by_turn)):
                 yield (
                     f"algorithm.{option} must be left out without algorithm.advantage 'gae', which has no values, got "
-                    f"{getattr(self, option)}. Remove it, or set algorithm.name to 'ppo'"
+                    f"{got}. Remove it, or set algorithm.name to 'ppo'"
                 )
         if self.tis_high is not None and self.tis_high <= self.tis_low:
             yield (
@@ -270,15 +266,12 @@ class AlgorithmConfig(Section):
                     f"algorithm.{option} must be left out with algorithm.name {self.name!r}, which stands for "
                     f"{stands_for!r}, got {getattr(self, option)!r}. Remove it, or {other}"
                 )
-        for name in (*_CLIPS, *_TAUS, "m2_budget"):
-            if self._differs(name) and name not in _TAKES.get(self.policy_loss, (name,)):
+        for name, got in self.changed(*_CLIPS, *_TAUS, "m2_budget").items():
+            if name not in _TAKES.get(self.policy_loss, (name,)):
                 yield (
                     f"algorithm.{name} must be left out with algorithm.policy_loss {self.policy_loss!r}, which does not read it, "
-                    f"got {getattr(self, name)!r}. Remove it"
+                    f"got {got!r}. Remove it"
                 )
-
-    def _differs(self, name: str) -> bool:
-        return bool(getattr(self, name) != type(self).model_fields[name].default)
 
     @property
     def needs_reference(self) -> bool:

@@ -81,9 +81,8 @@ class TeacherConfig(Section):
                 "distillation.teacher.urls must hold no password and no query, since settings are saved and shown, got something "
                 "before an @ or behind a ?. Put a key into the file of distillation.teacher.api_key_file"
             )
-        for name in ("api", "served_model", "api_key_file") if not self.urls else ():
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                yield f"distillation.teacher.{name} must be left out without distillation.teacher.urls, got {value!r}. Remove it"
+        for name, value in self.changed("api", "served_model", "api_key_file").items() if not self.urls else ():
+            yield f"distillation.teacher.{name} must be left out without distillation.teacher.urls, got {value!r}. Remove it"
 
 
 class DistillationConfig(Section):
@@ -133,12 +132,11 @@ class DistillationConfig(Section):
         for name in self.teachers:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
                 yield f"distillation.teachers must have names of letters, digits, _ and -, got {name!r}. Rename it"
-        for name in ("support", "divergence") if self.form == "advantage" else ():
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                yield (
-                    f"distillation.{name} must be left out with distillation.form 'advantage', which estimates the reverse KL at "
-                    f"the sampled token, got {value!r}. Set distillation.form to 'loss', or remove it"
-                )
+        for name, value in self.changed("support", "divergence").items() if self.form == "advantage" else ():
+            yield (
+                f"distillation.{name} must be left out with distillation.form 'advantage', which estimates the reverse KL at "
+                f"the sampled token, got {value!r}. Set distillation.form to 'loss', or remove it"
+            )
         if (self.support == "sampled") != (self.top_k is None):
             yield (
                 "distillation.top_k must be set with distillation.support 'teacher', 'student' or 'union', and not with "
@@ -159,17 +157,12 @@ class DistillationConfig(Section):
                 "distillation.support must be 'sampled' or 'teacher' with a teacher behind urls, since servers tell of their own "
                 f"likeliest tokens alone, got {self.support!r}. Change it"
             )
-        needs = {"beta": self.divergence == "jsd", "tail": self.top_k is not None}
-        needs["forward_above_entropy"] = self.top_k is not None and self.divergence == "reverse"
-        for name, has_effect in needs.items():
-            if not has_effect and (value := getattr(self, name)) != type(self).model_fields[name].default:
-                meant = (
-                    "divergence 'jsd'"
-                    if name == "beta"
-                    else "top_k"
-                    if name == "tail"
-                    else "top_k and divergence 'reverse'"
-                )
+        compares = self.top_k is not None
+        for name, has_effect, meant in (
+            ("beta", self.divergence == "jsd", "divergence 'jsd'"), ("tail", compares, "top_k"),
+            ("forward_above_entropy", compares and self.divergence == "reverse", "top_k and divergence 'reverse'"),
+        ):  # fmt: skip
+            for value in self.changed(name).values() if not has_effect else ():
                 yield f"distillation.{name} must be left out without {meant}, where it has no effect, got {value!r}. Remove it"
         if self.divergence == "jsd" and self.top_k is None:
             yield (

@@ -192,11 +192,14 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
                 "it"
             )
     longest = rollout.max_prompt_tokens + rollout.max_new_tokens
-    if train.micro_batch_tokens < longest:
-        yield (
-            "train.micro_batch_tokens must hold the longest sample, rollout.max_prompt_tokens + "
-            f"rollout.max_new_tokens = {longest}, got {train.micro_batch_tokens}. Raise it to {longest}"
-        )
+    for name, trained in ("train", train), ("critic", job.critic):
+        if trained is not None and trained.micro_batch_tokens < longest:
+            yield (
+                f"{name}.micro_batch_tokens must hold the longest sample, rollout.max_prompt_tokens + "
+                f"rollout.max_new_tokens = {longest}, got {trained.micro_batch_tokens}. Raise it to {longest}"
+            )
+        if trained is not None and trained.warmup_steps >= job.num_steps:
+            yield f"{name}.warmup_steps must be less than num_steps, got {trained.warmup_steps} and {job.num_steps}. Lower it"
     if job.joins_samples and train.micro_batch_tokens < (joined := rollout.max_rows * longest):
         yield (
             f"train.micro_batch_tokens must hold all rows of a sample, rollout.max_rows x {longest} tokens = {joined}, with "
@@ -204,10 +207,6 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
             "algorithm.normalizer to 'token'"
         )
     yield from _critic_agrees(job)
-    if train.warmup_steps >= job.num_steps:
-        yield (
-            f"train.warmup_steps must be less than num_steps, got {train.warmup_steps} and {job.num_steps}. Lower it"
-        )
     evaluation = job.evaluation
     for name, each in evaluation.named_sets().items() if evaluation is not None else ():
         if each.data is None and job.data.held_out < each.num_prompts:
@@ -255,17 +254,8 @@ def _critic_agrees(job: JobConfig) -> Iterator[str]:
             f"critic must be left out with algorithm.name {job.algorithm.name!r}, which has none, got settings of it. "
             "Remove them, or set algorithm.name to 'ppo'"
         )
-    longest = job.rollout.max_prompt_tokens + job.rollout.max_new_tokens
-    if critic.micro_batch_tokens < longest:
-        yield (
-            "critic.micro_batch_tokens must hold the longest sample, rollout.max_prompt_tokens + "
-            f"rollout.max_new_tokens = {longest}, got {critic.micro_batch_tokens}. Raise it to {longest}"
-        )
-    for name in ("only_steps", "warmup_steps"):
-        if getattr(critic, name) >= job.num_steps:
-            yield (
-                f"critic.{name} must be less than num_steps, got {getattr(critic, name)} and {job.num_steps}. Lower it"
-            )
+    if critic.only_steps >= job.num_steps:
+        yield f"critic.only_steps must be less than num_steps, got {critic.only_steps} and {job.num_steps}. Lower it"
     if job.distillation is not None and job.distillation.form == "advantage":
         yield (
             "distillation.form must not be 'advantage' with a critic, whose values know nothing of a teacher, got it. Set it "

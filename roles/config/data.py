@@ -385,21 +385,19 @@ class EvalConfig(EvalSet):
                 "evaluation.at_start or evaluation.at_end must be True, or evaluation.every be set, got none of them. "
                 "Set one, or remove the evaluation section"
             )
-        for name in EvalSet.model_fields if self.sets else ():
-            if getattr(self, name) != EvalSet.model_fields[name].default:
-                yield (
-                    f"evaluation.{name} must not be set beside evaluation.sets, which have their own, "
-                    f"got {getattr(self, name)!r}. Set evaluation.sets.NAME.{name}"
-                )
+        for name, value in self.changed(*EvalSet.model_fields).items() if self.sets else ():
+            yield (
+                f"evaluation.{name} must not be set beside evaluation.sets, which have their own, "
+                f"got {value!r}. Set evaluation.sets.NAME.{name}"
+            )
         for name in self.sets:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", name):
                 yield f"evaluation.sets must have names of letters, digits, _ and -, got {name!r}. Rename the set"
-        for name in ("share", "num_slots") if self.every is None else ():
-            if getattr(self, name) != type(self).model_fields[name].default:
-                yield (
-                    f"evaluation.{name} must not be set without evaluation.every, for which it counts, "
-                    f"got {getattr(self, name)}. Set evaluation.every, or remove it"
-                )
+        for name, value in self.changed("share", "num_slots").items() if self.every is None else ():
+            yield (
+                f"evaluation.{name} must not be set without evaluation.every, for which it counts, "
+                f"got {value}. Set evaluation.every, or remove it"
+            )
 
     def named_sets(self) -> dict[str, EvalSet]:
         """Name -> set; the only one is called "held_out" where it has no name."""

@@ -143,10 +143,9 @@ class GenrmConfig(JudgeConfig):
                 "genrm.urls must hold no password, since settings are saved and shown, got one before an @. Put a key into the "
                 "file of genrm.api_key_file"
             )
-        for name in ("served_model", "api_key_file") if not self.urls else ("sglang", "num_slots"):
-            if (value := getattr(self, name)) != type(self).model_fields[name].default:
-                has = "without" if not self.urls else "with"
-                yield f"genrm.{name} must be left out {has} genrm.urls, got {value!r:.80}. Remove it"
+        has, names = ("with", ("sglang", "num_slots")) if self.urls else ("without", ("served_model", "api_key_file"))
+        for name, value in self.changed(*names).items():
+            yield f"genrm.{name} must be left out {has} genrm.urls, got {value!r:.80}. Remove it"
         if self.sglang is not None and (others := sorted(self.sglang.model_fields_set - _OF_A_SERVER)):
             yield (
                 f"genrm.sglang must set nothing but {', '.join(sorted(_OF_A_SERVER))}, since the judge's weights never change "

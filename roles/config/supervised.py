@@ -320,12 +320,11 @@ def answers_are_not_measured(job: JobConfig) -> Iterator[str]:
                 f"{at}.max_new_tokens must be set with job {job.job!r}, which has no rollouts that say how long answers may be, "
                 "got nothing. Set it"
             )
-    for setting in ("share", "num_slots"):
-        if (given := getattr(evaluation, setting)) != type(evaluation).model_fields[setting].default:
-            yield (
-                f"evaluation.{setting} must be left out with job {job.job!r}, where nothing else is generated, got {given}. "
-                "Remove it; rollout.num_slots says how many answers are sampled at once"
-            )
+    for setting, given in evaluation.changed("share", "num_slots").items():
+        yield (
+            f"evaluation.{setting} must be left out with job {job.job!r}, where nothing else is generated, got {given}. "
+            "Remove it; rollout.num_slots says how many answers are sampled at once"
+        )
 
 
 def unread(job: JobConfig, *, measures: bool = False) -> list[str]:

@@ -198,9 +198,8 @@ class CriticConfig(OptimizerConfig):
                 "critic.min_lr_fraction must be 0 with critic.schedule 'constant', which never falls, "
                 f"got {self.min_lr_fraction}. Set critic.schedule to 'linear' or 'cosine', or remove it"
             )
-        for name in ("dropout", "publish"):
-            if self.lora is not None and (got := getattr(self.lora, name)) != LoraConfig.model_fields[name].default:
-                yield (
-                    f"critic.lora.{name} must be left out, since values are neither published nor computed with noise, got "
-                    f"{got!r}. Remove it"
-                )
+        for name, got in self.lora.changed("dropout", "publish").items() if self.lora is not None else ():
+            yield (
+                f"critic.lora.{name} must be left out, since values are neither published nor computed with noise, got "
+                f"{got!r}. Remove it"
+            )
