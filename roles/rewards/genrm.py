@@ -29,11 +29,11 @@ from rondo.roles.config.genrm import SCORE, GenrmConfig
 from rondo.roles.engines.equal_servers import EqualServers, first_model
 from rondo.roles.engines.sglang.client import SGLangClient, read_key
 from rondo.roles.rewards.function import UserFunction
-from rondo.roles.rewards.pool import RewardItem, RewardResult, problem_of
+from rondo.roles.rewards.pool import RewardItem, RewardResult, encoded_of
 from rondo.roles.rewards.verdicts import ASK, READ, Message
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError
 from rondo.runtime.processes.pool import Outcome
-from rondo.runtime.values import encode
+from rondo.runtime.values import Encoded, encode
 
 _SETTINGS = "genrm.urls, genrm.api_key_file or genrm.served_model"
 _SEED = 1 << 31
@@ -200,14 +200,8 @@ class Genrm:
 
     async def question(self, items: Sequence[RewardItem]) -> Outcome:
         """The messages that ask about these responses."""
-        first = items[0]
-        try:
-            item = encode([ASK, [each.response for each in items], first.label, first.prompt, first.metadata])
-        except TypeError:
-            problem = problem_of({"prompt": first.prompt, "label": first.label, "metadata": first.metadata})
-            return Outcome(error=problem, brief=problem)
-        [outcome] = await self._functions.run([item])
-        return outcome
+        item = encoded_of(items[0], [ASK, [each.response for each in items]])
+        return (await self._functions.run([item]))[0] if isinstance(item, Encoded) else item
 
     async def read(self, text: str, number: int) -> Outcome:
         """[[score, details], ...], so many."""

@@ -151,7 +151,7 @@ class RewardPool:
         return results
 
     async def _score_each(self, function: UserFunction, items: Sequence[RewardItem]) -> list[RewardResult]:
-        encoded = [_encoded(item, item.response, [getattr(item, name) for name in ASKED_FOR]) for item in items]
+        encoded = [encoded_of(item, [item.response], [getattr(item, name) for name in ASKED_FOR]) for item in items]
         outcomes = iter(await function.run([item for item in encoded if isinstance(item, Encoded)]))
         found = (next(outcomes) if isinstance(item, Encoded) else item for item in encoded)
         return [_result(outcome, None if outcome.error is not None else outcome.value) for outcome in found]
@@ -161,7 +161,7 @@ class RewardPool:
         if not items:
             return []
         told = [[getattr(item, name) for item in items] for name in ASKED_FOR]
-        encoded = _encoded(items[0], [item.response for item in items], told)
+        encoded = encoded_of(items[0], [[item.response for item in items]], told)
         [outcome] = await function.run([encoded]) if isinstance(encoded, Encoded) else [encoded]
         if outcome.error is None and len(outcome.value) != len(items):
             text = (
@@ -214,10 +214,10 @@ def _result(outcome: Outcome, scored: Sequence[Any] | None) -> RewardResult:
     return RewardResult(score, details, outcome.error, outcome.timed_out, outcome.brief)
 
 
-def _encoded(item: RewardItem, response: Any, told: list[Any]) -> Encoded | Outcome:
+def encoded_of(item: RewardItem, before: list[Any], *behind: list[Any]) -> Encoded | Outcome:
     """What travels to the function, or the outcome that says why it cannot."""
     try:
-        return encode([response, item.label, item.prompt, item.metadata, told])
+        return encode([*before, item.label, item.prompt, item.metadata, *behind])
     except TypeError:
         problem = problem_of({"prompt": item.prompt, "label": item.label, "metadata": item.metadata})
         return Outcome(error=problem, brief=problem)
