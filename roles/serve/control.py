@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -203,18 +203,14 @@ async def update_weights_from_disk(service: Service, request: web.Request) -> we
 async def weights_checker(service: Service, request: web.Request) -> web.Response:
     """A checksum of every tensor that the engine holds, as SGLang tells those of a server on a CPU."""
     _require_control(service, request)
-    if service.weights is None:
+    if (weights := service.weights) is None:
         return await not_supported(service, request)
     if (action := (await _body(service, request)).action) != "checksum":
         raise ConfigError(f"action must be 'checksum', the only one that is known here, got {action!r}. Change it")
-    held = await asyncio.to_thread(_checksums, service.weights)
-    return json_answer({"success": True, "ranks": [{"checksums": held, "parallelism_info": {"tp_rank": 0}}]})
-
-
-def _checksums(weights: Callable[[], Iterable[tuple[str, Any]]]) -> dict[str, str]:
     from rondo.roles.engines.sglang.weights_sums import checksum
 
-    return {name: checksum([tensor], "cpu") for name, tensor in weights()}
+    held = await asyncio.to_thread(lambda: {name: checksum([each], "cpu") for name, each in weights()})
+    return json_answer({"success": True, "ranks": [{"checksums": held, "parallelism_info": {"tp_rank": 0}}]})
 
 
 async def not_supported(service: Service, request: web.Request) -> web.Response:

@@ -231,7 +231,9 @@ class Requests:
         )  # fmt: skip
         done = ended_with(request, "cancelled", None)
         while True:
-            await self._gate(asked)
+            while self.paused is not None and not asked.aborted:
+                asked.wake.clear()
+                await asked.wake.wait()
             if asked.aborted:
                 return done
             asked.retracted, asked.inside = False, True
@@ -323,11 +325,6 @@ class Requests:
             self.abort(None)
             self.resume()
         await self._until(lambda: not self._asked)
-
-    async def _gate(self, asked: _Asked) -> None:
-        while self.paused is not None and not asked.aborted:
-            asked.wake.clear()
-            await asked.wake.wait()
 
     async def _until(self, holds: Callable[[], bool]) -> None:
         while not holds():
