@@ -174,8 +174,6 @@ class ActorRole(TrainableRole):
         following = step + 1 if step + 1 < config.num_steps else None
         async for made in self._rounds(step, then=following):
             rows, seen = await self._rows(made)
-            if self._job.takes_turns:
-                await self._job.turns.make_room()
             if self._parity is not None:
                 self._parity.add([sum_of(named, row) for named, row in zip(made.rows, rows, strict=True)])
             since = time.monotonic()
@@ -277,8 +275,6 @@ class ActorRole(TrainableRole):
                         parts.append(contribution(advantages, mask, over))
                 if config.measures_drift or (self._scores_ahead and made.update > 0):
                     rows, _ = await self._rows(made)
-                    if self._job.takes_turns:
-                        await self._job.turns.make_room()
                     since = time.monotonic()
                     with self._ctx.span("train", step=step, part="score", num_rows=len(rows)):
                         await self._ctx.working("score", trainer.objective.score, trainer.model, rows, made.spans)
@@ -310,10 +306,14 @@ class ActorRole(TrainableRole):
         return True
 
     async def _rows(self, made: Round) -> Read:
-        """What `_read` makes of a round; of one that was asked for ahead it is there."""
+        """What `_read` makes of a round; of one that was asked for ahead it is there. Then there is room to train on it."""
         found = self._read_ahead.pop(made.key, None)
         self._read_ahead.clear()  # of rounds that nobody came for
-        return found if found is not None else await self._ctx.compute(self._read, made)
+        if found is None:
+            found = await self._ctx.compute(self._read, made)
+        if self._job.takes_turns:
+            await self._job.turns.make_room()
+        return found
 
     async def _prepare(self, made: Round) -> None:
         """Beside the compute thread, which works on the round before."""

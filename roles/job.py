@@ -97,7 +97,10 @@ async def _open(ctx: WorkerContext) -> Job:
     lent = asyncio.get_running_loop().create_future() if lends else None
     rests = takes_turns and config.trainer_rests(on_device=device != "cpu")
     scores = not roles.get(ctx.role_group, set()).isdisjoint(SCORING)
-    order = await _order(ctx) if scores and ctx.world_size > 1 else None
+    order: TurnsTold | TurnsFollowed | None = None
+    if scores and ctx.world_size > 1:
+        store = await asyncio.to_thread(ctx.connect_store)
+        order = TurnsFollowed(store, ctx.world_size - 1) if ctx.rank else TurnsTold(store)
     teachers = {} if config.distillation is None else config.distillation.named()
     return Job(
         config, bus, model_path, device, Turns(order), lent,
@@ -106,12 +109,6 @@ async def _open(ctx: WorkerContext) -> Job:
         judge_paths=_paths(ctx.run_dir, "judges", {name: each.model for name, each in config.judges.items()}),
         scores_alone=roles.get(ctx.role_group) == {"scorer"},
     )  # fmt: skip
-
-
-async def _order(ctx: WorkerContext) -> TurnsTold | TurnsFollowed:
-    """In which this rank's roles take turns."""
-    store = await asyncio.to_thread(ctx.connect_store)
-    return TurnsFollowed(store, ctx.world_size - 1) if ctx.rank else TurnsTold(store)
 
 
 def _paths(run_dir: Path, kind: str, models: Mapping[str, ModelConfig | None]) -> dict[str, str]:

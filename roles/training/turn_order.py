@@ -20,24 +20,17 @@ import asyncio
 import datetime
 import threading
 from collections import deque
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
 from rondo.runtime.waits import waiting
 
+if TYPE_CHECKING:
+    from torch.distributed import Store
+
 _IDLE = datetime.timedelta(days=20)
 """Of one wait for the next turn: longer than a run has nothing to do, and no more milliseconds than 31 bits hold."""
-
-
-class Store(Protocol):
-    """Of torch's stores, what is used here."""
-
-    def set(self, key: str, value: str) -> None: ...
-    def get(self, key: str) -> bytes: ...
-    def wait(self, keys: list[str], timeout: datetime.timedelta, /) -> None: ...
-    def add(self, key: str, number: int, /) -> int: ...
-    def delete_key(self, key: str, /) -> bool: ...
 
 
 class TurnsTold:
