@@ -53,8 +53,8 @@ class Source(Protocol):
     """Rows as dicts, by index. `name_of` tells users where a row stands; `left_out`: why rows did not come as far as here;
     `groups`: first rows of groups that are read at once, and the end, int64; None where each row is read alone."""
 
-    left_out: Sequence[str]
-    groups: np.ndarray | None
+    left_out: Sequence[str] = ()
+    groups: np.ndarray | None = None
 
     def __len__(self) -> int: ...
     def read(self, index: int, *, late: bool = True) -> Mapping[str, Any]:
@@ -67,11 +67,8 @@ class Source(Protocol):
         ...
 
 
-class JsonLines:
+class JsonLines(Source):
     """Files with one JSON object a line; blank lines do not count. Keeps where lines begin (`lines.py`), not their text."""
-
-    left_out: Sequence[str] = ()
-    groups: np.ndarray | None = None
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths = paths
@@ -141,11 +138,9 @@ class JsonLines:
         return number, index - int(self._first_rows[number])
 
 
-class Parquet:
+class Parquet(Source):
     """Parquet files of one schema. Named columns of up to `_HELD_BYTES` are held in Arrow's form; larger ones stay in the files,
     and a row's group of rows is decoded for it, the newest of which are kept. Columns of media that hold bytes always stay."""
-
-    left_out: Sequence[str] = ()
 
     def __init__(self, paths: Sequence[Path], columns: Mapping[str, str], media: Iterable[str] = ()) -> None:
         """`columns`: what to read, with the settings that name it; all columns when empty. RowError for a missing one."""
@@ -190,7 +185,7 @@ class Parquet:
         self._name = paths[0].name if len(paths) == 1 else f"{paths[0].parent.name}/*.parquet"
         self._decoded: OrderedDict[int, Any] = OrderedDict()
         self._decoding = threading.Lock()
-        self.groups: np.ndarray | None = None if num_bytes <= _HELD_BYTES else self._first_rows
+        self.groups = None if num_bytes <= _HELD_BYTES else self._first_rows
         """First rows of the groups that are decoded at once, and the end; None where all is in memory."""
         self._table = None
         if self.groups is None:
@@ -280,11 +275,8 @@ class Parquet:
             ) from error
 
 
-class Listed:
+class Listed(Source):
     """Rows that are a sequence already: a function's result, or a data set of the hub."""
-
-    left_out: Sequence[str] = ()
-    groups: np.ndarray | None = None
 
     def __init__(self, rows: Sequence[Any], name: str, num_sampled: int) -> None:
         self._rows = rows
