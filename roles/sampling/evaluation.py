@@ -168,7 +168,9 @@ class Evaluator:
         row = await asyncio.to_thread(self.sets[name].row, index)
         assert self.config.evaluation is not None
         kind = f"evaluation/{name}" if self.config.evaluation.sets else "evaluation"
-        params = self._sampling(config)
+        given = {"max_new_tokens": config.max_new_tokens, "top_p": config.top_p, "top_k": config.top_k}
+        own: dict[str, Any] = {setting: value for setting, value in given.items() if value is not None}
+        params = replace(self.params, temperature=config.temperature, **own)
 
         def request(prompt: np.ndarray, media: MediaInputs | None, number: int) -> Request:
             seed = sample_seed(self.config.seed, kind, index, number)
@@ -287,16 +289,6 @@ class Evaluator:
                 "new. Give what it waits for a deadline, or tell of its steps by context.progress()"
             ) from error
         return sorted(made, key=lambda each: each.number)
-
-    def _sampling(self, config: EvalSet) -> SamplingParams:
-        rollout = self.params
-        return SamplingParams(
-            max_new_tokens=config.max_new_tokens or rollout.max_new_tokens,
-            temperature=config.temperature,
-            top_p=rollout.top_p if config.top_p is None else config.top_p,
-            top_k=rollout.top_k if config.top_k is None else config.top_k,
-            stop_token_ids=rollout.stop_token_ids,
-        )
 
 
 def limits_of(config: JobConfig, max_new_tokens: int) -> Limits:

@@ -295,7 +295,9 @@ class ServerWeights:
                 self._client, tensor_parallel=info["tp_size"], device=self._device, on_device=info["device"] == "cuda",
                 bucket_bytes=config.bucket_bytes, deadline_s=self._load_s,
             )  # fmt: skip
-        if not _on_this_node(self._client.url):
+        at = urlsplit(self._client.url)
+        addresses = {each[4][0] for each in socket.getaddrinfo(at.hostname, at.port or 80, type=socket.SOCK_STREAM)}
+        if local_address(at.hostname, at.port or 80) not in addresses:  # it is on another node
             raise ConfigError(
                 f"sglang.weights must be 'disk' or 'distributed' for a server on another node, "
                 f"got 'tensor' for {self._client.url}. Handles of memory mean nothing there"
@@ -303,9 +305,3 @@ class ServerWeights:
         return TensorTransfer(
             self._client, tensor_parallel=info["tp_size"], bucket_bytes=config.bucket_bytes, deadline_s=self._load_s
         )
-
-
-def _on_this_node(url: str) -> bool:
-    at = urlsplit(url)
-    addresses = {each[4][0] for each in socket.getaddrinfo(at.hostname, at.port or 80, type=socket.SOCK_STREAM)}
-    return local_address(at.hostname, at.port or 80) in addresses
