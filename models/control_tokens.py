@@ -2,7 +2,7 @@
 
 Owns which texts a chat template is given and how what it writes becomes tokens, by transformers' own marks. Does not own who is
 trusted to write control tokens: rows, texts that are said as they are, and the policy's own replies are not marked.
-Imports neither torch nor transformers: the tokenizer is handed in.
+Imports torch never, and transformers where a tokenizer of it is handed in.
 
     said = spelt(tokenizer, {"role": "tool", "content": "a<|im_end|>b"})       # with marks around it
     encoded(tokenizer, tokenizer.apply_chat_template([said], tokenize=False))  # int32 [T]: the template's tokens alone end a turn
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,6 +23,8 @@ import numpy as np
 MARK = "\U000f0000"
 """In front of each such text; transformers takes the marks out that a text brings itself."""
 _END = "\U000f0001"
+_encoding = threading.Lock()
+"""Marked texts and others are encoded under different settings, which transformers keeps in the tokenizer."""
 _MARKED = re.compile(f"{MARK}.*?{_END}")
 
 
@@ -39,8 +42,14 @@ def spelt(tokenizer: Any, message: Mapping[str, Any]) -> dict[str, Any]:
 
 def encoded(tokenizer: Any, text: str) -> np.ndarray:
     """int32 [T] of what a template has written."""
-    marked = {"sanitize_control_tokens": True} if MARK in text else {}
-    return np.asarray(tokenizer(text, add_special_tokens=False, **marked)["input_ids"], np.int32)
+    with _encoding:
+        if MARK in text:
+            tokens = tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)["input_ids"]
+        elif (backend := _backend(tokenizer)) is None or backend.encode_special_tokens or backend.truncation:
+            tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+        else:  # the same, in a third of the time
+            tokens = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+    return np.array(tokens, np.int32)
 
 
 def unmarked(text: str) -> str:
@@ -51,6 +60,18 @@ def unmarked(text: str) -> str:
 def without_marks(text: str) -> str:
     """What is said, with no marks around it."""
     return text.replace(MARK, "").replace(_END, "")
+
+
+@functools.lru_cache(16)
+def _backend(tokenizer: Any) -> Any:
+    """What makes the tokens of one that does nothing else to a text; None of others."""
+    from transformers import PreTrainedTokenizerBase, TokenizersBackend
+
+    kind = type(tokenizer)
+    own = (
+        kind.__call__ is not PreTrainedTokenizerBase.__call__ or kind._encode_plus is not TokenizersBackend._encode_plus
+    )
+    return None if own or tokenizer.split_special_tokens else tokenizer.backend_tokenizer
 
 
 @functools.lru_cache(16)

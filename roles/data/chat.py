@@ -1,7 +1,7 @@
 """Chat: what a chat template writes between a reply of the policy and its next one, and whether it leaves what came before.
 
 Owns that text for one row's conversation. Does not own its tokens' place in a sample (`roles/sampling/episode.py`) or the first
-prompt (`prompts.py`). Imports neither torch nor transformers: the tokenizer is handed in.
+prompt (`prompts.py`). Imports no torch, and transformers only for a tokenizer that is handed in.
 
     chat = Chat.of(tokenizer, row, config.data)
     chat.behind([*chat.begin, reply("4")], [user("Sure?")])
@@ -33,17 +33,22 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 _PLAIN, _CLOSED = "R", "T\n</think>\n\nR"
 _THOUGHT = f"<think>\n{_CLOSED}"
-_TEXT = {"type": "text", "text": "U"}
+_SAID = frozenset(("role", "content", "name", "tool_call_id"))
+_GIVEN = frozenset(("add_generation_prompt", "enable_thinking", "tools"))
+_TOLD = "40917."
+"""What stands for what is said, where a template is asked whether it tells that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """The conversation that a row begins. `args` are the template's, beside the messages."""
+    """The conversation that a row begins. `args` are the template's, beside the messages; `plain` says that it may be given them
+    and texts as they are. Else transformers copies them all into what no template can do harm with, for most of its time."""
 
     tokenizer: Any
     name: str
     begin: Sequence[Message]
     args: Mapping[str, Any]
+    plain: bool = False
 
     @classmethod
     def of(cls, tokenizer: Any, row: Row, config: DataConfig) -> Chat | None:
@@ -52,7 +57,9 @@ class Chat:
             return None
         own = template_args(row, config)
         own.pop("continue_final_message", None)
-        return cls(tokenizer, row.name, messages_of(row, config), own | {"add_generation_prompt": True})
+        args = own | {"add_generation_prompt": True}
+        plain = own.keys() <= _GIVEN and _is_plain(own) and _has_template(tokenizer)
+        return cls(tokenizer, row.name, messages_of(row, config), args, plain)
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The conversation up to where the policy goes on. Control tokens that somebody spells since the row are marked
@@ -64,8 +71,16 @@ class Chat:
         return message if message["role"] == "assistant" else spelt(self.tokenizer, of_text(message))
 
     def _written(self, messages: Sequence[Message]) -> str:
+        shown = [*map(of_text, messages)]
         try:
-            written = self.tokenizer.apply_chat_template([*map(of_text, messages)], tokenize=False, **self.args)
+            if self.plain and all(each.keys() <= _SAID and {*map(type, each.values())} == {str} for each in shown):
+                from transformers.utils.chat_template_utils import _compile_jinja_template
+
+                written = _compile_jinja_template(self.tokenizer.chat_template).render(
+                    {"documents": None, "tools": None} | self.tokenizer.special_tokens_map | self.args, messages=shown
+                )
+            else:
+                written = self.tokenizer.apply_chat_template(shown, tokenize=False, **self.args)
         except Exception as error:  # whatever the template makes of somebody's messages is about these
             raise RowError(
                 f"{self.name}: what is said must suit the chat template, got {type(error).__name__}: {error}. Correct it"
@@ -86,17 +101,19 @@ class Chat:
         for all conversations of one form, of which a run has few."""
         said = [each if isinstance(each.get("content"), list) else {**each, "content": "U"} for each in said]
         try:
-            form = orjson.dumps([self.tokenizer.chat_template, self.args, stand_ins, said])
+            form = orjson.dumps([self.tokenizer.chat_template, self.args, stand_ins, said, self.plain])
             return _start_of(self.tokenizer, form)
         except (TypeError, RowError):  # media, which have no form; an error names the row
             return self._looked(stand_ins, said)
 
     def _looked(self, stand_ins: Sequence[Message], said: Sequence[Message]) -> str:
-        whole = self._written([*stand_ins, *said])
+        told = []
         for at, each in enumerate(said):
-            content = each["content"]
-            other = {**each, "content": [*content, _TEXT] if isinstance(content, list) else f"{content}U"}
-            if whole == self._written([*stand_ins, *said[:at], other, *said[at + 1 :]]):
+            content, text = each["content"], f"{_TOLD}{at}."
+            told.append({**each, "content": [*content, _text(text)] if isinstance(content, list) else text})
+        whole = self._written([*stand_ins, *told])
+        for at, each in enumerate(said):
+            if f"{_TOLD}{at}." not in whole:
                 raise RowError(
                     f"{self.name}: what is said must suit the chat template, which leaves out what a message of role "
                     f"{each['role']!r} says. Say it in another role"
@@ -106,8 +123,22 @@ class Chat:
 
 @functools.lru_cache(1024)
 def _start_of(tokenizer: Any, form: bytes) -> str:
-    _, args, stand_ins, said = orjson.loads(form)
-    return Chat(tokenizer, "", (), args)._looked(stand_ins, said)
+    _, args, stand_ins, said, plain = orjson.loads(form)
+    return Chat(tokenizer, "", (), args, plain)._looked(stand_ins, said)
+
+
+def _has_template(tokenizer: Any) -> bool:
+    """Whether it writes messages in transformers' own way, by one template."""
+    from transformers import PreTrainedTokenizerBase as Base
+
+    return type(tokenizer).apply_chat_template is Base.apply_chat_template and isinstance(tokenizer.chat_template, str)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is of JSON's types alone, and of no types derived from them."""
+    if type(value) is dict:
+        return all(type(name) is str and _is_plain(each) for name, each in value.items())
+    return all(map(_is_plain, value)) if type(value) is list else type(value) in (str, int, float, bool, type(None))
 
 
 def rewrites(chat: Chat) -> list[str]:
@@ -150,10 +181,14 @@ def _stand_in(message: Message) -> dict[str, Any]:
         return dict(message)
     content = "U" if message["role"] != "assistant" else _PLAIN
     if isinstance(text, list):  # media that a template may count
-        return {**message, "content": [*(part for part in text if part.get("type") != "text"), _TEXT]}
+        return {**message, "content": [*(part for part in text if part.get("type") != "text"), _text("U")]}
     if content == _PLAIN and "</think>" in text:
         content = _THOUGHT if "<think>" in text else _CLOSED  # the prompt may have opened them
     return {**message, "content": content}
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "text", "text": text}
 
 
 def _message(role: str, content: str) -> dict[str, Any]:

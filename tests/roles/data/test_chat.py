@@ -109,6 +109,10 @@ def test_what_a_template_rewrites_is_known_before_the_run(
 
 def test_what_follows_a_reply_is_what_the_template_writes_behind_it_and_nothing_of_what_is_there() -> None:
     reply = said("assistant", "4")
+    for template in (QWEN25, QWEN3, QWEN3_OPENS, MISTRAL, DEEPSEEK_R1):
+        at = chat(template, tools=True)
+        whole = [*at.begin, reply, said("user", "Sure?")]
+        assert at.plain and at.prompt(whole) == at.tokenizer.apply_chat_template(whole, tokenize=False, **at.args)
     for template in (QWEN25, QWEN3):
         at = chat(template, tools=True)
         text = at.behind([*at.begin, reply], [said("user", "Sure?")])

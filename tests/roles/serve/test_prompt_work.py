@@ -9,6 +9,7 @@ import numpy as np
 import orjson
 import pytest
 
+from rondo.models.control_tokens import MARK, encoded
 from rondo.roles.serve import prompt_work as limits
 from rondo.roles.serve.prompt_work import PromptWork, prompt_work
 from rondo.roles.serve.prompt_worker import do
@@ -107,6 +108,8 @@ def test_what_follows_recorded_tokens_says_its_text_or_nothing(kind: str) -> Non
     own = of_kind(kind)
     before = ids("hi", own)
     for text in ("ok", " ok", "😀"):
+        encoded(own, f"{MARK}{text}")  # which leaves the tokenizer set to take control tokens apart
+        assert encoded(own, f"hi</s>{text}").tolist() == ids(f"hi</s>{text}", own)
         tokens = do(own, {"encode": text, "special": False, "after": before[-1], "marked": False})
         if tokens is None:
             assert kind == "unigram"  # which knows no line to begin, and cannot say this without a space before
