@@ -27,7 +27,7 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.admin.tokens import write_private
 from rondo.runtime.errors import ConfigError, PeerGone, Refused, WorkerDied
 from rondo.runtime.memory.segments import SegmentServer
-from rondo.runtime.processes.process import exit_text, over, stat, when_over
+from rondo.runtime.processes.process import exit_text, over, stat
 from rondo.runtime.supervision.launcher import start as start_process
 from rondo.runtime.waits import waiting
 
@@ -80,8 +80,7 @@ class Host(Actor):
         self._lives: dict[str, _Life] = {}
         self._dead: list[list[Any]] = []
         self._changed = asyncio.Condition()
-        self._beside: set[asyncio.Task[None]] = set()  # what keeps the coordinator, and tells it of deaths
-        self._watches: set[Callable[[], None]] = set()  # what ends each
+        self._beside: set[asyncio.Task[None]] = set()  # what keeps the coordinator, watches members, and tells it of deaths
         self._ready = asyncio.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._open = contextlib.ExitStack()
@@ -123,9 +122,6 @@ class Host(Actor):
         for task in self._beside:
             task.cancel()
         await asyncio.gather(*self._beside, return_exceptions=True)
-        for stop in self._watches:
-            stop()
-        self._watches.clear()
         if self._process is not None:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
@@ -142,20 +138,6 @@ class Host(Actor):
         self._beside.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
-
-    def _when_ended(self, pid: int, then: Callable[[], None]) -> None:
-        """Call `then` once this process has ended; also when it has already."""
-
-        def ended() -> None:
-            self._watches.discard(stop)
-            then()
-
-        try:
-            stop = when_over(pid, ended)
-        except ProcessLookupError:
-            asyncio.get_running_loop().call_soon(then)
-        else:
-            self._watches.add(stop)
 
     def _begin_anew(self) -> str:
         """What a host before this one left is of no use: its memory is gone. Returns the token of this one."""
@@ -233,7 +215,7 @@ class Host(Actor):
             if found is None or found.start_time != start_time:
                 self._gone(member, life, rank)
                 raise Refused(f"a member must live on the node of its bus, got pid {pid}, which is not here.")
-            self._when_ended(pid, lambda: self._gone(member, life, rank))
+            self._go(self._watch(member, life, rank, pid))
         await self._coordinator.call(
             "member_started", member, life.incarnation, life.ranks, deadline_s=_TOLD_S, retry=True
         )
@@ -260,6 +242,11 @@ class Host(Actor):
         life = self._lives.get(member)
         if life is not None and life.incarnation == incarnation:
             self._gone(member, life, rank)
+
+    async def _watch(self, member: str, life: _Life, rank: int, pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended already
+            await over(pid)
+        self._gone(member, life, rank)
 
     def _gone(self, member: str, life: _Life, rank: int) -> None:
         if rank in life.gone:
