@@ -176,12 +176,7 @@ class Mirror(RingLog):
 
     def release(self, upto_pos: int) -> None:
         """Let the sender overwrite everything before `upto_pos`, the end of a visible record. Older ones change nothing."""
-        if upto_pos > self.head or upto_pos % ALIGN_BYTES:
-            raise ValueError(
-                f"a release in mirror {self.name} must end a record seen so far (head {self.head}), got {upto_pos}."
-            )
-        if upto_pos > self.tail:
-            self._words.store(TAIL_WORD, upto_pos)
+        self._release(upto_pos, self.head)
 
     def stats(self) -> MirrorStats:
         assembled = sum(end - start for start, end in self.have())

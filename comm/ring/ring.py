@@ -126,6 +126,7 @@ class RingLog:
         view = segment.view(readonly=readonly)
         self._words = Words(view, 0, CONTROL_BYTES // ALIGN_BYTES)
         self._data = view[CONTROL_BYTES : CONTROL_BYTES + self.capacity]
+        self._bytes = np.frombuffer(self._data, np.uint8)
         magic = self._words.load(MAGIC_WORD)
         if magic not in (0, RING_MAGIC):
             raise CorruptData(
@@ -143,7 +144,16 @@ class RingLog:
     def close(self) -> None:
         """Let go of the segment, so that it can be closed. Arrays that a reader still holds keep their memory
         mapped."""
-        del self._words, self._data
+        del self._words, self._data, self._bytes
+
+    def _release(self, upto_pos: int, seen: int) -> None:
+        """Let the producer overwrite everything before `upto_pos`, the end of a record below `seen`. Older ones change nothing."""
+        if upto_pos > seen or upto_pos % ALIGN_BYTES:
+            raise ValueError(
+                f"a release in ring {self.name} must end a record seen so far (cursor {seen}), got {upto_pos}."
+            )
+        if upto_pos > self.tail:
+            self._words.store(TAIL_WORD, upto_pos)
 
     def _header(self, pos: int) -> tuple[Header, bytes]:
         at = pos % self.capacity
@@ -161,7 +171,6 @@ class RingWriter(RingLog):
         super().__init__(segment, name, readonly=False)
         be_settled()
         self._words.store(MAGIC_WORD, RING_MAGIC)
-        self._bytes = np.frombuffer(self._data, np.uint8)
         self._doorbell_fd = doorbell_fd
 
     def put(
@@ -201,10 +210,6 @@ class RingWriter(RingLog):
             ring_doorbell(self._doorbell_fd)
         return RecordRef(self.name, pos, seq, record.num_bytes)
 
-    def close(self) -> None:
-        del self._bytes
-        super().close()
-
 
 class RingTail(RingLog):
     """The coordinator's side: sees every record once, in order, and says what may be overwritten.
@@ -243,12 +248,7 @@ class RingTail(RingLog):
 
         To be called when every reader of it acknowledged or is proved dead. Repeating an older release changes nothing.
         """
-        if upto_pos > self.cursor or upto_pos % ALIGN_BYTES:
-            raise ValueError(
-                f"a release in ring {self.name} must end a record seen so far (cursor {self.cursor}), got {upto_pos}."
-            )
-        if upto_pos > self.tail:
-            self._words.store(TAIL_WORD, upto_pos)
+        self._release(upto_pos, self.cursor)
 
 
 class Record:
@@ -308,7 +308,6 @@ class RingView(RingLog):
 
     def __init__(self, segment: Memory, name: str) -> None:
         super().__init__(segment, name, readonly=True)
-        self._bytes = np.frombuffer(self._data, np.uint8)
 
     def read(self, pos: int, seq: int) -> Record:
         """The record at log offset `pos` with generation `seq`. Raises CorruptData when the ring holds it no more."""
@@ -323,10 +322,6 @@ class RingView(RingLog):
         at = pos % self.capacity
         ref = RecordRef(self.name, pos, seq, header.num_bytes)
         return Record(self, ref, decoded, self._bytes[at + decoded.payload : at + header.num_bytes])
-
-    def close(self) -> None:
-        del self._bytes
-        super().close()
 
     def holds(self, ref: RecordRef) -> bool:
         """Whether `ref` is neither released nor overwritten."""
