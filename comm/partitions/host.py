@@ -80,7 +80,7 @@ class Host(Actor):
         self._lives: dict[str, _Life] = {}
         self._dead: list[list[Any]] = []
         self._changed = asyncio.Condition()
-        self._beside: set[asyncio.Task[None]] = set()  # what keeps the coordinator, watches members, and tells it of deaths
+        self._beside: set[asyncio.Task[None]] = set()  # keep the coordinator, watch members, tell of deaths
         self._ready = asyncio.Event()
         self._process: subprocess.Popen[bytes] | None = None
         self._open = contextlib.ExitStack()

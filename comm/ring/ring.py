@@ -147,7 +147,7 @@ class RingLog:
         del self._words, self._data, self._bytes
 
     def _release(self, upto_pos: int, seen: int) -> None:
-        """Let the producer overwrite everything before `upto_pos`, the end of a record below `seen`. Older ones change nothing."""
+        """`upto_pos` must end a record up to `seen`."""
         if upto_pos > seen or upto_pos % ALIGN_BYTES:
             raise ValueError(
                 f"a release in ring {self.name} must end a record seen so far (cursor {seen}), got {upto_pos}."

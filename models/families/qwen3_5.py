@@ -5,17 +5,12 @@ Linear attention carries a state from token to token, so sequences of this famil
 
 from __future__ import annotations
 
-from rondo.models.families.family import Family
-from rondo.models.families.qwen3_vl import dummy, positions
+from dataclasses import replace
 
-QWEN3_5 = Family(
+from rondo.models.families.qwen3_vl import QWEN3_VL
+
+QWEN3_5 = replace(
+    QWEN3_VL,
     model_types=("qwen3_5", "qwen3_5_moe"),
-    modalities=("image", "video"),
-    load="AutoModelForImageTextToText",
-    towers={"image": "model.visual", "video": "model.visual"},
     parts={"vision": r"\bvisual\.", "projector": r"\bvisual\.merger\."},
-    placeholders={"image": "image_token_id", "video": "video_token_id"},
-    positions=positions,
-    sound_tokens=None,
-    dummy=dummy,
 )
