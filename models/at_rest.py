@@ -38,7 +38,7 @@ class AtRest:
             if tensor.untyped_storage().nbytes():
                 alike.setdefault(tensor.untyped_storage().data_ptr(), []).append(tensor)
         for place, sharing in enumerate(alike.values()):
-            block = _block(sharing[0])
+            block = torch.empty(0, dtype=torch.uint8, device=sharing[0].device).set_(sharing[0].untyped_storage())
             host = self._hosts.get(place)
             if host is None or host.numel() != block.numel():
                 host = torch.empty(block.numel(), dtype=torch.uint8, pin_memory=block.is_cuda)
@@ -77,11 +77,6 @@ def resident(model: Any) -> Iterator[torch.Tensor]:
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor that may be sharded: the very tensor that it lies in."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def _block(tensor: torch.Tensor) -> torch.Tensor:
-    """All the memory that a tensor lies in, uint8."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _lie_in(block: torch.Tensor, sharing: Iterable[torch.Tensor]) -> None:

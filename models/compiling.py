@@ -39,7 +39,7 @@ def _own_forward(kind: type[nn.Module]) -> Callable[..., Any]:
 def check_compiler(device: str | torch.device) -> None:
     """ConfigError where torch.compile makes no code for `device` on this machine. Takes seconds."""
     try:
-        torch.compile(_tried)(torch.ones(2, device=device))
+        torch.compile(lambda x: torch.sin(x) + x)(torch.ones(2, device=device))
     except Exception as error:  # whatever a compiler, or its absence, raises
         told = str(error).strip().splitlines()
         raise ConfigError(
@@ -47,7 +47,3 @@ def check_compiler(device: str | torch.device) -> None:
             f"({type(error).__name__}: {told[0] if told else 'no message'}). Install one (g++ for the CPU, Triton and gcc for a "
             "GPU), or set it to False"
         ) from error
-
-
-def _tried(x: torch.Tensor) -> torch.Tensor:
-    return torch.sin(x) + x

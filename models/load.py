@@ -222,8 +222,9 @@ def empty_model(path: str) -> Any:
     try:
         model = without_memory(config)
     except ValueError as error:
+        known = ", ".join(name for family in FAMILIES for name in family.model_types)
         raise ConfigError(
-            f"model.path must name a causal LM or a model of a multimodal family ({_known_types()}), got {path!r} of model type "
+            f"model.path must name a causal LM or a model of a multimodal family ({known}), got {path!r} of model type "
             f"{config.model_type!r} ({_first_line(error)}). Choose another model"
         ) from error
     if names := tensors_of(path):
@@ -251,10 +252,6 @@ def _model_class(config: Any) -> tuple[Any, Any]:
         raise ValueError(f"{auto.__name__} knows no {type(config).__name__}")
     found, text = _get_model_class(config, auto._model_mapping), config.sub_configs.get("text_config")
     return found, config.get_text_config() if text is not None and found.config_class == text else config
-
-
-def _known_types() -> str:
-    return ", ".join(name for family in FAMILIES for name in family.model_types)
 
 
 def num_parameters(path: str) -> tuple[int, int]:

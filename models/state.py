@@ -94,8 +94,10 @@ def random_states(model: Any) -> dict[str, torch.Tensor]:
 
 def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
     torch.set_rng_state(states["random.cpu"].cpu().contiguous())
-    _set_numpy_state(states["random.numpy"].numpy())
-    _set_python_state(states["random.python"].numpy())
+    *words, at, has_kept, kept = states["random.numpy"].tolist()
+    np.random.set_state(("MT19937", np.array(words, np.uint32), at, has_kept, _float(kept)))
+    *words, has_kept, kept = states["random.python"].tolist()
+    random.setstate((3, tuple(words), _float(kept) if has_kept else None))
     if "random.cuda" in states:
         torch.cuda.set_rng_state(states["random.cuda"].cpu().contiguous())
 
@@ -107,20 +109,10 @@ def _numpy_state() -> torch.Tensor:
     return torch.from_numpy(np.array([*words, at, has_kept, _bits(kept)], np.int64))
 
 
-def _set_numpy_state(state: np.ndarray) -> None:
-    *words, at, has_kept, kept = state.tolist()
-    np.random.set_state(("MT19937", np.array(words, np.uint32), at, has_kept, _float(kept)))
-
-
 def _python_state() -> torch.Tensor:
     """int64 [627]: 625 words, whether a normal number is kept, its bits."""
     _, words, kept = random.getstate()
     return torch.from_numpy(np.array([*words, kept is not None, _bits(kept or 0.0)], np.int64))
-
-
-def _set_python_state(state: np.ndarray) -> None:
-    *words, has_kept, kept = state.tolist()
-    random.setstate((3, tuple(words), _float(kept) if has_kept else None))
 
 
 def _bits(number: float) -> int:

@@ -57,8 +57,10 @@ class Consuming(Transitions):
                 rests = step is not None and not self.index.trains(stream, step)
                 stops = self._draining and not self._completes(stream, step)
                 if rests or self.index.done or stops or self._leaves(member, incarnation, step):
-                    if stops and not rests:
-                        self._give_up(step)
+                    if stops and not rests and step is not None and not self.index.is_left(step):
+                        # What another role alone trains of it is not committed any more: journalled before the answer goes.
+                        self._fold({"event": "left", "step": step})
+                        asyncio.get_running_loop().call_soon(self._wakes.wake_all)  # behind this answer
                     return {"end": True}  # the same for every rank: one plan is for all of them
                 if self._wakes.is_vain(plan, *topics):
                     return None
@@ -90,13 +92,6 @@ class Consuming(Transitions):
         if step is None or self.index.is_left(step) or not any(report["version"] == step + 1 for report in others):
             return False
         return self.index.has_all(stream, step)
-
-    def _give_up(self, step: int | None) -> None:
-        """What another role alone trains of a step that one is told to leave is not committed any more: in the journal before the
-        answer goes."""
-        if step is not None and not self.index.is_left(step):
-            self._fold({"event": "left", "step": step})
-            asyncio.get_running_loop().call_soon(self._wakes.wake_all)  # behind this answer
 
     def _plan(self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool) -> list[Round]:
         planned = self.index.plan_rounds(stream, member, incarnation, step, full=full)

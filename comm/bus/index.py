@@ -224,8 +224,8 @@ class Index(Accounts):
                 self.consecutive_filtered = self.consecutive_failed = 0
                 self._move(group, "ready")
             self._offer(group)
-        if not touched:
-            self._trim(ring)
+        if not touched and (tail := self.space.trim(ring)) is not None:
+            self._freed.append((ring, tail))
         if "info" in event:
             self._lose_without_room(event)
 
@@ -410,11 +410,6 @@ class Index(Accounts):
                 if tail is not None:
                     self._freed.append((ring, tail))
             del self.groups[group.id]
-
-    def _trim(self, ring: str) -> None:
-        tail = self.space.trim(ring) if ring in self.space.rings else None
-        if tail is not None:
-            self._freed.append((ring, tail))
 
     # ---- questions --------------------------------------------------------------------------------------------------
 

@@ -127,7 +127,8 @@ class Journal:
         """Take room ahead; False where the disk has none. On file systems that cannot, a full one is noticed in `append`."""
         if self._reserved < 0 or self._reserved - self._size > RESERVE_BYTES // 2:
             return True
-        if _fallocate(self._fd, self._size, RESERVE_BYTES):
+        at, num_bytes = ctypes.c_long(self._size), ctypes.c_long(RESERVE_BYTES)
+        if _libc().fallocate(self._fd, _KEEP_SIZE, at, num_bytes) == 0:  # the file's end stays where it is
             self._reserved = self._size + RESERVE_BYTES
             return True
         error = ctypes.get_errno()
@@ -190,11 +191,6 @@ class Journal:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _fallocate(fd: int, at: int, num_bytes: int) -> bool:
-    """Take blocks for a file beyond its end, which stays where it is. False, and errno says why, when that cannot be."""
-    return _libc().fallocate(fd, _KEEP_SIZE, ctypes.c_long(at), ctypes.c_long(num_bytes)) == 0
 
 
 @functools.cache

@@ -164,7 +164,7 @@ class Publishing(Transitions):
             if slot is None or self.index.versions.slots[slot].version <= newer_than:
                 if newer_than < 0:
                     self._check_goes_on("weights")
-                if self._closed():
+                if self.index.done and self._evaluations.due() is None and not self._evaluations.missing():
                     return {"end": True}
                 coming = self.index.versions.coming
                 version = self.index.versions.slots[coming].version if coming is not None else newer_than
@@ -202,9 +202,6 @@ class Publishing(Transitions):
         """What one engine found of its part; the first one counts."""
         if label not in self.index.evaluations and str(part) not in self.index.evaluation_parts.get(label, {}):
             self._emit({"event": "evaluated_part", "label": label, "part": part, "found": found})
-
-    def _closed(self) -> bool:
-        return self.index.done and self._evaluations.due() is None and not self._evaluations.missing()
 
 
 def check_commit(index: Index, role: str, version: int, checksum: int, spans: list[Span]) -> None:

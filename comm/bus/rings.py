@@ -18,9 +18,9 @@ import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from rondo.comm.bus.journal import Event
+from rondo.comm.bus.space import RingSpace
 from rondo.comm.ring.records import Descriptor
 from rondo.comm.ring.ring import RecordRef, RingTail
 from rondo.comm.ring.views import Segments
@@ -48,15 +48,6 @@ class _Making:
     name: str
     num_bytes: int
     task: asyncio.Task[Segment]
-
-
-class Known(Protocol):
-    """A ring as somebody accounts for it: how far it was read and released."""
-
-    @property
-    def head(self) -> int: ...
-    @property
-    def tail(self) -> int: ...
 
 
 class Rings:
@@ -134,7 +125,7 @@ class Rings:
             task.exception()  # `prepare` raises it, if somebody asks
             self._made()
 
-    def open(self, name: str, num_bytes: int = 0, known: Known | None = None) -> int:
+    def open(self, name: str, num_bytes: int = 0, known: RingSpace | None = None) -> int:
         """Listen to a ring; its capacity in bytes. `known`: how far it was read and released before this process."""
         segment = self._prepared(name) or self._segments.segment(name, num_bytes)
         tail = RingTail(segment, name, cursor=known.head if known else None)

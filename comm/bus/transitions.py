@@ -329,14 +329,15 @@ class Transitions(Actor):
 
     def status(self) -> dict[str, Any]:
         """Counters for metrics, the status view and the admin endpoint; O(rings, tasks), never a scan of groups or rows."""
-        index = self.index
+        index, failed = self.index, self.index.consecutive_failed
+        why = f"{failed} prompt groups in a row have failed: {index.last_error}" if failed >= MANY_FAILURES else ""
         rings = {
             name: {"bytes": ring.capacity, "used": ring.head - ring.tail, "reserved": ring.reserved_bytes}
             for name, ring in index.space.rings.items()
         }
         return {
             "attempt": index.attempt, "version": index.version, "groups": dict(index.counts),
-            "failed_in_a_row": index.consecutive_failed, "failing": self._failing(),
+            "failed_in_a_row": failed, "failing": why,
             "refused_rows": index.refused_rows, "media_bytes": index.media_bytes, "row_bytes": index.row_bytes,
             "left_out": dict(index.left_out),
             "staleness": {str(k): v for k, v in sorted(index.staleness.items())},
@@ -344,8 +345,3 @@ class Transitions(Actor):
             "engines": {**asdict(self._floor.engines), "least": self._floor.least, "below": self._floor.why},
             "journal_events": self._journal.num_events, "waiters": len(self._wakes),
         }  # fmt: skip
-
-    def _failing(self) -> str:
-        """Empty while prompt groups come through."""
-        num = self.index.consecutive_failed
-        return f"{num} prompt groups in a row have failed: {self.index.last_error}" if num >= MANY_FAILURES else ""

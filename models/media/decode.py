@@ -14,6 +14,7 @@ Headers are checked before anything is allocated for what they announce.
 from __future__ import annotations
 
 import io
+import itertools
 import struct
 import zlib
 from collections.abc import Callable, Iterator
@@ -230,7 +231,7 @@ def _sound(container: Any, config: MediaConfig, name: str) -> np.ndarray:
     resampler = AudioResampler(format="fltp", rate=config.audio_sample_rate)
     pieces: list[np.ndarray] = []
     num_samples = 0
-    for frame in _and_none(container.decode(stream)):
+    for frame in itertools.chain(container.decode(stream), [None]):  # None empties the resampler
         for resampled in resampler.resample(frame):
             pieces.append(resampled.to_ndarray().mean(0))
             num_samples += len(pieces[-1])
@@ -248,12 +249,6 @@ def _check_codec(stream: Any, name: str) -> None:
         raise MediaError(
             f"{name} must be encoded in a way that FFmpeg can read, got an unknown codec. Correct or remove the row"
         )
-
-
-def _and_none(frames: Iterator[Any]) -> Iterator[Any]:
-    """The frames, then None, which empties the resampler."""
-    yield from frames
-    yield None
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,11 @@ def spread(model: Any, mesh: Mesh) -> Placed | None:
             part = distribute_tensor(parameter, ep, [Shard(0)], src_data_rank=None)
             module.register_parameter(name, nn.Parameter(part, parameter.requires_grad))
         module.forward = functools.partial(_forward, module, ep.get_group())
-    return functools.partial(_placed, _cut_over(mesh.experts))
+    # The ranks that FSDP2 cuts a rank's experts over, and with several copies sums their gradients over.
+    over = FSDPMeshInfo(mesh.experts[EXPERT_SHARD], shard_mesh_dim=0)
+    if mesh.experts.size(0) > 1:
+        over = HSDPMeshInfo(mesh.experts[REPLICATE, EXPERT_SHARD], shard_mesh_dim=1, replicate_mesh_dim=0)
+    return lambda parameter: ShardPlacementResult(Shard(0), over) if isinstance(parameter, DTensor) else None
 
 
 def check_experts(model: Any, ep: int) -> None:
@@ -91,17 +95,6 @@ def check_experts(model: Any, ep: int) -> None:
                 f"train.mesh.ep must be 1 for experts that are more than two products and a gate, got {ep} with "
                 f"{type(module).__name__}. Remove it"
             )
-
-
-def _cut_over(experts: Any) -> FSDPMeshInfo:
-    """The ranks that FSDP2 cuts a rank's experts over, and with several copies sums their gradients over."""
-    if experts.size(0) > 1:
-        return HSDPMeshInfo(experts[REPLICATE, EXPERT_SHARD], shard_mesh_dim=1, replicate_mesh_dim=0)
-    return FSDPMeshInfo(experts[EXPERT_SHARD], shard_mesh_dim=0)
-
-
-def _placed(over: FSDPMeshInfo, parameter: nn.Parameter) -> ShardPlacementResult | None:
-    return ShardPlacementResult(Shard(0), over) if isinstance(parameter, DTensor) else None
 
 
 # ---- a forward ----------------------------------------------------------------------------------------------------------

@@ -141,16 +141,12 @@ def write(
         "size": {"shortest_edge": (2 * sizes.patch_size) ** 2, "longest_edge": (2 * sizes.patch_size) ** 2 * 1024},
         "processor_class": "Qwen3OmniMoeProcessor" if omni else "Qwen3VLProcessor",
     }  # fmt: skip
-    sound = _sound(config.audio_config.num_mel_bins) if omni else {}
+    sound: dict[str, Any] = {}
+    if omni:
+        sound = transformers.WhisperFeatureExtractor(feature_size=config.audio_config.num_mel_bins).to_dict()
     _dump(folder / "preprocessor_config.json", {**sound, **shared, "image_processor_type": "Qwen2VLImageProcessorFast"})
     video = "Qwen2VLVideoProcessor" if omni else "Qwen3VLVideoProcessor"
     _dump(folder / "video_preprocessor_config.json", {**shared, "video_processor_type": video})
-
-
-def _sound(mel_bins: int) -> dict[str, Any]:
-    from transformers import WhisperFeatureExtractor
-
-    return dict(WhisperFeatureExtractor(feature_size=mel_bins).to_dict())
 
 
 def _dump(path: Path, values: dict[str, Any]) -> None:
