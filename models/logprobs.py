@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 
 from rondo.models.media.batch import collate, embedding, encoded_once
-from rondo.models.packing import PackedBatch, Sequence, can_share_rows, pack
+from rondo.models.packing import PackedBatch, Sequence, pack, why_alone
 from rondo.models.routing import Heard, through_routers
-from rondo.models.shared_prefixes import share_prefixes
+from rondo.models.shared_prefixes import why_apart
 from rondo.models.units import drop_copies
 from rondo.runtime.errors import ConfigError
 
@@ -113,7 +113,7 @@ def _run(model: Any, packed: PackedBatch, score: _ScoreOf, heard: Heard | None =
     """What `score` makes of the output layer and the hidden states that predict response tokens."""
     batch = collate(model, packed.media, device=packed.input_ids.device)
     arguments = {"input_ids": packed.input_ids, "use_cache": False, "return_dict": True, **batch.arguments}
-    if packed.shared is not None and not share_prefixes(model):
+    if packed.shared is not None and why_apart(model):
         raise ConfigError(
             f"{type(model).__name__} must attend as flat batches need, got layers that do otherwise. "
             "Pack with the Packing of this model"
@@ -121,10 +121,10 @@ def _run(model: Any, packed: PackedBatch, score: _ScoreOf, heard: Heard | None =
     if packed.position_ids is not None:
         # On four axes the positions say little about rows: those of text alone do.
         several = packed.shared is None and len(packed.responses) > len(packed.input_ids)
-        if several and not can_share_rows(model):
+        if several and why_alone(model):
             raise ConfigError(
                 f"rows must hold one sequence each for {type(model).__name__}, which mixes those of a row, "
-                "got rows with several. Pack with share_rows=can_share_rows(model)"
+                "got rows with several. Pack with the Packing of this model"
             )
         arguments["position_ids"] = packed.position_ids
     head = model.get_output_embeddings()

@@ -69,16 +69,16 @@ class OffloadedAdamW(torch.optim.AdamW):
     def _update(self, piece: _Piece, moments: torch.Tensor) -> None:
         sizes = [local_part(parameter).numel() for parameter in piece.parameters]
         with_gradient = [
-            (local_part(parameter), local_part(parameter.grad), first, second, self.state[parameter]["step"])
+            (own, local_part(parameter.grad), first.view_as(own), second.view_as(own), self.state[parameter]["step"])
             for parameter, first, second in zip(piece.parameters, *(kind.split(sizes) for kind in moments), strict=True)
+            for own in [local_part(parameter)]
             if parameter.grad is not None
         ]
         if not with_gradient:
             return
         parameters, gradients, firsts, seconds, steps = map(list, zip(*with_gradient, strict=True))
-        shapes = [parameter.shape for parameter in parameters]
         adamw(
-            parameters, gradients, _shaped(firsts, shapes), _shaped(seconds, shapes), [], steps, fused=True, amsgrad=False,
+            parameters, gradients, firsts, seconds, [], steps, fused=True, amsgrad=False,
             beta1=piece.group["betas"][0], beta2=piece.group["betas"][1], lr=piece.group["lr"],
             weight_decay=piece.group["weight_decay"], eps=piece.group["eps"], maximize=False,
         )  # fmt: skip
@@ -129,7 +129,3 @@ def _cut(parameters: Iterable[torch.Tensor], most: int) -> list[list[torch.Tenso
         found[-1].append(parameter)
         room -= size
     return found
-
-
-def _shaped(tensors: list[torch.Tensor], shapes: list[torch.Size]) -> list[torch.Tensor]:
-    return [tensor.view(shape) for tensor, shape in zip(tensors, shapes, strict=True)]

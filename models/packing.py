@@ -40,7 +40,7 @@ from rondo.models.media.inputs import MediaInputs
 from rondo.models.prefix_tree import Line, tree_of
 from rondo.models.rotations import check_length, longest_alike
 from rondo.models.routing import Routes
-from rondo.models.shared_prefixes import Segment, SharedPrefixes, lay_out, share_prefixes, share_prefixes_as, why_apart
+from rondo.models.shared_prefixes import Segment, SharedPrefixes, lay_out, share_prefixes_as, why_apart
 from rondo.models.trials import Failed, differs, logits_of, trial
 from rondo.runtime.errors import ConfigError
 
@@ -124,21 +124,18 @@ class Packing:
     def of(cls, model: Any) -> Packing:
         """Beginnings are shared where the model can; its attention is switched to that of `shared_prefixes.py` then, and flat
         batches are for the kernel that was chosen for it (`attention.py`). What it cannot, and why, is in the log."""
-        ways = share_prefixes(model), can_share_rows(model)
-        if not ways[0]:
-            log.warning(
-                "prompts are computed for each sample again: model=%s reason=%r", type(model).__name__, why_apart(model)
-            )
-        if not any(ways):
-            log.warning(
-                "every sample is padded to the longest: model=%s reason=%r", type(model).__name__, why_alone(model)
-            )
+        name, apart, alone = type(model).__name__, why_apart(model), why_alone(model)
+        if apart:
+            log.warning("prompts are computed for each sample again: model=%s reason=%r", name, apart)
+        if apart and alone:
+            log.warning("every sample is padded to the longest: model=%s reason=%r", name, alone)
         family = family_of(model)
         dummy = None
         if family is not None:
             tokens, media = family.dummy(model.config)
             dummy = Sequence(tokens, 0, media)
-        return cls(*ways, dummy, placeholder_ids(model), longest_alike(model), type(model).__name__, chosen(model).name)
+        kernel = chosen(model).name
+        return cls(not apart, not alone, dummy, placeholder_ids(model), longest_alike(model), name, kernel)
 
     @classmethod
     def alike(cls, model: Any, other: Any | None) -> Packing:
@@ -159,13 +156,8 @@ class Packing:
         )  # fmt: skip
 
 
-def can_share_rows(model: Any) -> bool:
-    """Whether `model` keeps the sequences of a row apart. Tried out once, before it is sharded."""
-    return not why_alone(model)
-
-
 def why_alone(model: Any) -> str:
-    """Why each sequence needs a row of its own in `model`, "" where it needs none.
+    """Why each sequence needs a row of its own in `model`, "" where it needs none. Tried out once, before it is sharded.
 
     It does where layers carry a state from token to token, where positions are no input, and in a few families whose masks ignore
     positions; no declaration of theirs tells them all apart.

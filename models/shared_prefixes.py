@@ -392,14 +392,9 @@ AttentionInterface.register(NAME, attention)
 AttentionMaskInterface.register(NAME, _mask)
 
 
-def share_prefixes(model: Any) -> bool:
-    """Make `model` take flat batches, where it can; else it is left as it is. Tried out once, before it is sharded."""
-    return not why_apart(model)
-
-
 def why_apart(model: Any) -> str:
-    """Why `model` takes no flat batches, "" where it does: its attention is torch's (`model.attn="sdpa"`), and is causal in each
-    layer, full or in a window."""
+    """Why `model` takes no flat batches, "" where it does, and is made to: its attention is torch's (`model.attn="sdpa"`), and is
+    causal in each layer, full or in a window. Tried out once, before it is sharded."""
     if model not in _apart:
         _apart[model] = other_attention(model) or _tried(model)
     return _apart[model]

@@ -33,10 +33,10 @@ from torch.utils.checkpoint import checkpoint
 from rondo.models.compiling import check_compiler, compile_layers
 from rondo.models.mesh import Mesh
 from rondo.models.names import kept_in_float32
-from rondo.models.packing import can_share_rows
+from rondo.models.packing import why_alone
 from rondo.models.parallel.experts import spread, stay_outside_of_graphs
 from rondo.models.routing import the_same_way
-from rondo.models.shared_prefixes import share_prefixes
+from rondo.models.shared_prefixes import why_apart
 from rondo.models.units import decoder_layers, drop_copies, on_copies, owned, sharded_units, towers_of
 from rondo.models.value_head import whole_heads
 from rondo.runtime.errors import ConfigError
@@ -85,8 +85,8 @@ def compute_in(
     checkpointing, the model stays untouched.
     """
     # What is found out by trying stays so (collective where it is not known yet).
-    can_share_rows(model)
-    share_prefixes(model)
+    why_alone(model)
+    why_apart(model)
     layers, towers, device = decoder_layers(model), towers_of(model), next(model.parameters()).device
     if dtype == "bfloat16" and device.type == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False):
         raise ConfigError(

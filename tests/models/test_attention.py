@@ -19,7 +19,7 @@ from rondo.models.acceptance import accept
 from rondo.models.attention import candidates, choose, prove
 from rondo.models.kernels import FLASH, FLEX
 from rondo.models.logprobs import response_log_probs
-from rondo.models.packing import Packing, Sequence, can_share_rows
+from rondo.models.packing import Packing, Sequence, why_alone
 from rondo.models.shared_prefixes import Call
 from rondo.runtime.errors import ConfigError
 from tests.models import emulated, multimodal
@@ -234,7 +234,7 @@ def test_rows_are_kept_apart_in_batches_of_several_or_not_shared(monkeypatch: py
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, FLASH, one_row_apart)
     model = tiny("qwen3").eval()
     model.config._attn_implementation = FLASH
-    assert not can_share_rows(model)
+    assert why_alone(model)
     batch = sequences([(13, 5), (4, 3), (7, 1), (16, 8), (5, 2)])
     packed = Packing.of(model).pack(batch)
     assert len(packed.input_ids) == len(batch)

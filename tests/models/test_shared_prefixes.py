@@ -15,7 +15,7 @@ from rondo.models.logprobs import response_log_probs
 from rondo.models.media.inputs import with_turns
 from rondo.models.packing import Packing, Sequence
 from rondo.models.routing import enable_replay
-from rondo.models.shared_prefixes import Segment, lay_out, share_prefixes
+from rondo.models.shared_prefixes import Segment, lay_out, why_apart
 from rondo.models.trials import TOLERANCE
 from tests.models import multimodal
 from tests.models.builders import SIZES, sequences, tiny, unpacked
@@ -261,7 +261,7 @@ def test_models_with_other_attention_are_left_as_they_are() -> None:
         hf.BloomForCausalLM(hf.BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=2)),
     ]
     before = [model.config.get_text_config()._attn_implementation for model in others]
-    assert [share_prefixes(model) for model in others] == [False] * len(others)
+    assert all(map(why_apart, others))
     assert [model.config.get_text_config()._attn_implementation for model in others] == before
 
 
@@ -284,7 +284,7 @@ def test_a_model_that_shares_prompts_is_as_before_in_every_other_use(family: str
 
     before = uses()
     was_vision = model.model.visual.config._attn_implementation if family == "qwen3_vl" else None
-    assert share_prefixes(model)
+    assert not why_apart(model)
     assert model.config.get_text_config()._attn_implementation == shared_prefixes.NAME
     if was_vision is not None:
         assert model.model.visual.config._attn_implementation == was_vision
@@ -391,4 +391,4 @@ def test_a_mistake_of_ours_is_no_reason_to_pad(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(shared_prefixes.Block, "attend", broken)
     with pytest.raises(AssertionError, match="must hold its queries"):
-        share_prefixes(tiny("qwen3"))
+        why_apart(tiny("qwen3"))
