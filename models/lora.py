@@ -28,10 +28,9 @@ Invariant: a fresh adapter changes nothing, for its B is 0; and what it draws de
 from __future__ import annotations
 
 import functools
-import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,6 +52,7 @@ from rondo.models.names import (
 )
 from rondo.models.parallel.experts import experts_of, in_one_piece
 from rondo.models.parts import LANGUAGE, part_of
+from rondo.models.random_weights import key_of
 from rondo.runtime.errors import ConfigError
 
 PREFIX = "base_model.model."
@@ -156,7 +156,7 @@ def adapt(model: Any, settings: LoraConfig, *, seed: int = 0, dtype: torch.dtype
         made: Any = Adapted.of(module, settings, dtype) if linear else OfExperts.of(module, name, settings, dtype)
         if made.lora_A.weight.is_meta:
             continue
-        draw = np.random.Generator(np.random.Philox(key=_key(seed, path)))
+        draw = np.random.Generator(np.random.Philox(key=key_of(f"adapter {seed}", path)))
         shape = made.lora_A.weight.shape
         bound = shape[-1] ** -0.5
         with torch.no_grad():
@@ -169,18 +169,17 @@ def adapted(model: Any) -> dict[str, Any]:
     return {path: module for path, module in model.named_modules() if isinstance(module, Adapter)}
 
 
-@contextmanager
-def base_alone(model: Any) -> Iterator[None]:
+def base_alone(model: Any) -> AbstractContextManager[None]:
     """While the body runs, `model` computes what it computed before it was adapted."""
-    yield from _set(model, "alone")
+    return _set(model, "alone")
+
+
+def learning(model: Any) -> AbstractContextManager[None]:
+    """While the body runs, what goes into adapters is dropped out, as the settings say."""
+    return _set(model, "learns")
 
 
 @contextmanager
-def learning(model: Any) -> Iterator[None]:
-    """While the body runs, what goes into adapters is dropped out, as the settings say."""
-    yield from _set(model, "learns")
-
-
 def _set(model: Any, flag: str) -> Iterator[None]:
     products = list(adapted(model).values())
     try:
@@ -357,7 +356,7 @@ def canary_of(shapes: Mapping[str, Iterable[int]], settings: LoraConfig) -> dict
     found = {}
     for name, shape in shapes.items():
         shape = tuple(shape)
-        draw = np.random.Generator(np.random.Philox(key=_key(0, name)))
+        draw = np.random.Generator(np.random.Philox(key=key_of("adapter 0", name)))
         # alpha / rank B A has entries of deviation _CANARY_SPREAD / sqrt(in).
         width = shape[-1] ** -0.5 if ".lora_A." in name else _CANARY_SPREAD * settings.rank**0.5 / settings.alpha
         found[name] = torch.from_numpy(draw.standard_normal(shape, np.float32) * np.float32(width))
@@ -402,7 +401,3 @@ def pairs(model: Any) -> dict[str, Pair]:
         )
         for path, each in adapted(model).items()
     }
-
-
-def _key(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.blake2b(f"adapter {seed} {name}".encode(), digest_size=16).digest(), "little")

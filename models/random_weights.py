@@ -74,7 +74,7 @@ def _plain(model: Any, seed: int) -> dict[str, torch.Tensor]:
             if not made:
                 continue
             owner = owners[max((each for each in owners if f"{name}.".startswith(f"{each}.") or not each), key=len)]
-            torch.manual_seed(_key(seed, name) % (1 << 63))
+            torch.manual_seed(key_of(seed, name) % (1 << 63))
             try:
                 for key, t in (parameters | buffers).items():
                     if t is not None:
@@ -89,13 +89,14 @@ def _plain(model: Any, seed: int) -> dict[str, torch.Tensor]:
     return found
 
 
-def _key(seed: int, name: str) -> int:
+def key_of(seed: int | str, name: str) -> int:
+    """What the numbers of this name are drawn by."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=16).digest(), "little")
 
 
 def _normal(seed: int, name: str, shape: torch.Size, rows: slice) -> torch.Tensor:
     """float32: these rows of a tensor of normal numbers."""
-    key, rest = _key(seed, name), shape[1:]
+    key, rest = key_of(seed, name), shape[1:]
     size = max(1, _BLOCK // max(1, rest.numel()))  # rows of a block
     found = np.empty((rows.stop - rows.start, *rest), np.float32)
     for block in range(rows.start // size, -(-rows.stop // size)):

@@ -44,7 +44,7 @@ def rounds(stream: str, step: int | None) -> str:
 def helped(event: Event) -> tuple[str, ...]:
     """The topics that an event can help, but for those that the index has news of."""
     match event["event"]:
-        case "put" | "ack":
+        case "put" | "ack" | "admit" | "grant" | "hold":
             return ()
         case "proved":
             return lease(event["reader"].partition("/")[0]), SLOTS
@@ -52,8 +52,6 @@ def helped(event: Event) -> tuple[str, ...]:
             return (SLOTS,)
         case "publishing" | "published":
             return (WEIGHTS,)
-        case "admit" | "grant" | "hold":
-            return ()
     return (_EVERYBODY,)
 
 

@@ -35,6 +35,7 @@ from rondo.runtime.waits import blocking
 
 Work = Callable[[Carrier, float], None]
 """A call on the carrier, with the seconds that are left for it."""
+_NOTHING: Work = lambda carrier, left_s: None  # noqa: E731  # as an ended call has to do
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class Communicator:
         self._closed = False
         self._interrupted = False
         self._num_calls = 0
-        self._forming = _Call("form", lambda carrier, left_s: None, time.monotonic() + deadline_s, None)
+        self._forming = _Call("form", _NOTHING, time.monotonic() + deadline_s, None)
         self._thread = threading.Thread(
             target=self._run, args=(store,), name=f"group {spec.name}/{epoch.number}", daemon=True
         )
@@ -244,7 +245,7 @@ class Communicator:
             error = failure
         with self._changed:
             call.error, call.ended = error, True
-            call.work = _nothing  # frees the tensors
+            call.work = _NOTHING  # frees the tensors
             self._changed.notify_all()
 
     def _next(self) -> _Call | None:
@@ -299,10 +300,6 @@ class Communicator:
 
     def _left(self) -> float:
         return max(0.001, self._forming.due - time.monotonic())
-
-
-def _nothing(carrier: Carrier, left_s: float) -> None:
-    """What an ended call still has to do."""
 
 
 def _fence(store: Any, name: str, number: int) -> None:

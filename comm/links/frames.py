@@ -60,10 +60,6 @@ def unpack_head(kind: int, data: memoryview) -> Frame:
     return Frame(kind, about=about)
 
 
-def _none(chunk: memoryview) -> int:
-    return 0
-
-
-CHECKSUMS: dict[str, Callable[[memoryview], int]] = {"fold": bucket_sum, "crc32": zlib.crc32, "none": _none}
+CHECKSUMS: dict[str, Callable[[memoryview], int]] = {"fold": bucket_sum, "crc32": zlib.crc32, "none": lambda _: 0}
 """Name -> function of a chunk's bytes to 32 bits: folded into column sums (`comm/weights/sums.py`), at several times the rate of
 zlib's CRC-32 and for what damages chunks as good; "none" trusts the network."""

@@ -37,7 +37,7 @@ def copy_and_sum(
     Raises what `tensors` and `SlotWriter.add` raise.
     """
     block = writer.block
-    sums: dict[int, Future[int] | int] = {}
+    sums: dict[int, Future[int]] = {}
     parts: deque[_Part] = deque()
     end = start = told = 0
     with ThreadPoolExecutor(max(1, num_threads - 1), "weights") as pool:
@@ -48,12 +48,13 @@ def copy_and_sum(
             work = _take(parts, until)
             helping[:] = [future for future in helping if not future.done()]
             if len(helping) < 2 * (num_threads - 1):  # one waits for each, so that none stands idle
-                sums[start] = future = pool.submit(_copy_bucket, block[start:until], start, work)
-                helping.append(future)
+                sums[start] = pool.submit(_copy_bucket, block[start:until], start, work)
+                helping.append(sums[start])
             else:
-                sums[start] = _copy_bucket(block[start:until], start, work)
+                sums[start] = Future()
+                sums[start].set_result(_copy_bucket(block[start:until], start, work))
             start = until
-            while told < start and _is_done(sums[told]):
+            while told < start and sums[told].done():
                 told += min(bucket_bytes, start - told)
             writer.whole(told)
 
@@ -67,13 +68,9 @@ def copy_and_sum(
                 bucket_done(start + bucket_bytes)
         if end > start:
             bucket_done(end)
-        wait([future for future in sums.values() if isinstance(future, Future)])
+        wait(sums.values())
     writer.whole(end)
-    return [found.result() if isinstance(found, Future) else found for _, found in sorted(sums.items())]
-
-
-def _is_done(found: Future[int] | int) -> bool:
-    return found.done() if isinstance(found, Future) else True
+    return [sums[start].result() for start in sorted(sums)]
 
 
 def _take(parts: deque[_Part], until: int) -> list[_Part]:

@@ -81,7 +81,6 @@ class WeightSlab:
                 f"bytes, got {segment.num_bytes}. Size it with slab_bytes."
             )
         self._view = segment.view(readonly=readonly)
-        self._words = Words(self._view, 0, num_slots * _NUM_WORDS)
 
     def write(
         self, slot: int, *, attempt: int, version: int, bucket_bytes: int = BUCKET_BYTES, summed: bool = True
@@ -191,19 +190,21 @@ class WeightSlab:
 
     def close(self) -> None:
         """Let go of the segment, so that it can be closed. Tensors still held keep their memory mapped."""
-        del self._words, self._view
+        del self._view
 
-    def _slot(self, slot: int) -> tuple[_SlotWords, memoryview]:
+    def _slot(self, slot: int) -> tuple[Words, memoryview]:
+        """Its words, and its bytes."""
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"a weight slot must be between 0 and {self.num_slots - 1}, got {slot}.")
         start = _control_bytes(self.num_slots) + slot * self.capacity_bytes
-        return _SlotWords(self._words, slot * _NUM_WORDS), self._view[start : start + self.capacity_bytes]
+        words = Words(self._view, slot * _NUM_WORDS * LINE_BYTES, _NUM_WORDS)
+        return words, self._view[start : start + self.capacity_bytes]
 
 
 class SlotWriter:
     """One version on its way into a slot. Dropping it, or dying, leaves the slot half-written: nobody reads it."""
 
-    def __init__(self, words: _SlotWords, block: memoryview, bucket_bytes: int, summed: bool) -> None:
+    def __init__(self, words: Words, block: memoryview, bucket_bytes: int, summed: bool) -> None:
         self.block = np.frombuffer(block, np.uint8)
         self._words = words
         self._bucket_bytes = bucket_bytes
@@ -274,20 +275,6 @@ class SlotWriter:
     def _check_open(self) -> None:
         if self._finished:
             raise Closed("a finished weight slot must stay as it is, got another write. Begin with WeightSlab.write.")
-
-
-class _SlotWords:
-    """The words of one slot."""
-
-    def __init__(self, words: Words, first: int) -> None:
-        self._words = words
-        self._first = first
-
-    def load(self, index: int) -> int:
-        return self._words.load(self._first + index)
-
-    def store(self, index: int, value: int) -> None:
-        self._words.store(self._first + index, value)
 
 
 def _page(num_bytes: int) -> int:

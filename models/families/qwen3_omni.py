@@ -56,7 +56,7 @@ def dummy(config: Any) -> tuple[np.ndarray, MediaInputs]:
     """One image, one audio and one video of a token each."""
     mel_bins = config.audio_config.num_mel_bins
     tokens = [config.image_token_id, config.audio_token_id, config.video_token_id]
-    arrays = vision_dummy(config.vision_config, "")[1] | vision_dummy(config.vision_config, "_videos")[1]
+    arrays = vision_dummy(config.vision_config)
     arrays["input_features"] = np.zeros((1, mel_bins, _FRAMES), np.float32)
     arrays["feature_attention_mask"] = np.ones((1, _FRAMES), np.int32)
     arrays["positions"] = np.tile(np.arange(len(tokens), dtype=np.float32), (3, 1))

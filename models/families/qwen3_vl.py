@@ -35,20 +35,20 @@ def positions(model: Any, tokens: np.ndarray, arrays: Mapping[str, Any]) -> np.n
     return np.asarray(found[:, 0], dtype=np.float32)
 
 
-def vision_dummy(vision: Any, suffix: str) -> tuple[int, dict[str, np.ndarray]]:
-    """(placeholders, arrays) of the smallest image (suffix "") or video ("_videos") that a Qwen vision tower takes."""
+def vision_dummy(vision: Any) -> dict[str, np.ndarray]:
+    """Arrays of the smallest image, and of the smallest video, that a Qwen vision tower takes."""
     side = vision.spatial_merge_size
     size = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
     grid = np.array([[1, side, side]], np.int64)
-    name = "video_grid_thw" if suffix else "image_grid_thw"
-    return 1, {f"pixel_values{suffix}": np.zeros((side * side, size), np.float32), name: grid}
+    pixels = np.zeros((side * side, size), np.float32)
+    return {"pixel_values": pixels, "image_grid_thw": grid, "pixel_values_videos": pixels, "video_grid_thw": grid}
 
 
 def dummy(config: Any) -> tuple[np.ndarray, MediaInputs]:
     """One image and one video of a token each."""
     start, end = config.vision_start_token_id, config.vision_end_token_id
     tokens = [start, config.image_token_id, end, start, config.video_token_id, end]
-    arrays = vision_dummy(config.vision_config, "")[1] | vision_dummy(config.vision_config, "_videos")[1]
+    arrays = vision_dummy(config.vision_config)
     arrays["positions"] = np.tile(np.arange(len(tokens), dtype=np.float32), (3, 1))
     return np.array(tokens, np.int32), MediaInputs(contents_key(arrays), arrays)
 

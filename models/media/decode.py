@@ -122,7 +122,10 @@ def video(
         found = _times(container, config, name)
     with _open(source, name) as container:
         stream = container.streams.video[0]
-        times = _sample(found, config)
+        # Evenly from the first to the last, as Qwen's own sampling does, or those of all.
+        duration_s = found.end_s - found.start_s + found.frame_s
+        wanted = min(max(int(duration_s * config.fps), config.min_frames), config.max_frames)
+        times = _evenly(found.times_s, wanted)
         frames = _nearest(container, stream, times, found, config, name, fit)
     sound = None
     if use_audio:
@@ -294,13 +297,6 @@ def _times(container: Any, config: MediaConfig, name: str) -> _Track:
         )
     _check_length(name, track.end_s - track.start_s, config)
     return track
-
-
-def _sample(track: _Track, config: MediaConfig) -> np.ndarray:
-    """Times to take frames at, float64 [F]: evenly from the first to the last, as Qwen's own sampling does, or those of all."""
-    duration_s = track.end_s - track.start_s + track.frame_s
-    wanted = min(max(int(duration_s * config.fps), config.min_frames), config.max_frames)
-    return _evenly(track.times_s, wanted)
 
 
 def _evenly(available: np.ndarray, wanted: int) -> np.ndarray:
