@@ -28,7 +28,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cache
 from rondo.models.config import ModelConfig
 from rondo.models.families import FAMILIES, family_of
 from rondo.models.filling import Cut, from_folder
-from rondo.models.names import disk_shapes, named_as
+from rondo.models.names import named_as
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 
@@ -252,12 +252,6 @@ def _model_class(config: Any) -> tuple[Any, Any]:
         raise ValueError(f"{auto.__name__} knows no {type(config).__name__}")
     found, text = _get_model_class(config, auto._model_mapping), config.sub_configs.get("text_config")
     return found, config.get_text_config() if text is not None and found.config_class == text else config
-
-
-def num_parameters(path: str) -> tuple[int, int]:
-    """(elements, tensors) of the model as it lies on disk and is published; tied weights count once."""
-    shapes = disk_shapes(empty_model(path))
-    return sum(torch.Size(shape).numel() for shape in shapes.values()), len(shapes)
 
 
 def _check_folder(path: str) -> None:

@@ -194,13 +194,6 @@ class Group:
         """Whether every row of every sample of the group has these columns."""
         return self.whole and not [name for name in columns if self.have.get(name, 0) != self.known]
 
-    def place(self, sample: int, column: str, part: int = 0) -> Place | None:
-        """Where a column of a row lies, None when nobody has put it."""
-        for columns, of, first, count, (ring, pos, seq, row) in self.extents:
-            if column in columns and part == of and first <= sample < first + count:
-                return [ring, pos, seq, row + sample - first]
-        return None
-
     def _held(self, epoch: int) -> bool:
         return self.state == "running" and epoch == self.epoch
 

@@ -102,9 +102,9 @@ def test_the_first_visible_column_wins_and_a_second_is_refused():
     bus.forward("actor_fwd", "log_probs", ack=False)
     (key,) = bus.index.rounds._by_key
     bus.put_columns(key, [[group, 0, 0], [group, 1, 0]], ["log_probs"], "actor_fwd-0")
-    place = bus.index.groups[group].place(0, "log_probs")
+    extents = list(bus.index.groups[group].extents)
     bus.put_columns(key, [[group, 0, 0], [group, 1, 0]], ["log_probs"], "actor_fwd-0")
-    assert place is not None and bus.index.groups[group].place(0, "log_probs") == place
+    assert bus.index.groups[group].extents == extents and [extent for extent in extents if "log_probs" in extent[0]]
     assert bus.index.refused_rows == 2
 
 
@@ -639,9 +639,12 @@ def test_the_parts_of_a_sample_are_taken_together_or_not_at_all_and_the_first_pu
     assert (found.parts(), found.state, bus.index.entries(found)) == ([3, 0], "running", [256])
     put_rows(bus, group, [[0, 0], [1, 0], [0, 1]])  # sample 0 again, with fewer parts
     assert (found.parts(), found.state) == ([3, 1], "ready") and bus.index.refused_rows == 8
-    assert (
-        found.place(0, "tokens", 2) is not None and found.place(0, "tokens", 3) is found.place(1, "tokens", 1) is None
-    )
+    assert [extent[1:4] for extent in found.extents if "tokens" in extent[0]] == [
+        [0, 0, 1],
+        [1, 0, 1],
+        [2, 0, 1],
+        [0, 1, 1],
+    ]
 
 
 def test_a_group_is_complete_with_the_columns_of_all_rows_and_committed_with_all_of_them() -> None:
