@@ -54,7 +54,7 @@ from benchmarks.bus_world import (
     world,
 )
 from rondo.comm.bus.bus import Bus
-from rondo.comm.bus.versions import ROLLOUT_READER
+from rondo.comm.bus.versions import engine_reader
 from rondo.runtime.memory.segments import Segment
 
 PEER = Path(__file__).parent / "peers" / "transferqueue.py"
@@ -146,7 +146,7 @@ async def growth(few: int, many: int) -> tuple[Held, Held]:
     )
     async with world(load) as made:
         rollout, actor = await made.bus("rollout-0"), await made.bus("actor-0")
-        await rollout.call("proved", ROLLOUT_READER, 0)
+        await rollout.call("proved", engine_reader(0), 0)
         await actor.join("actor", 1 << 18)
         rows = batches(load, load.samples(load.samples_per_group))
         steps = [0, 0]
@@ -196,7 +196,7 @@ async def put_while_waiting() -> float:
     load = text(8, samples_per_group=8, groups_per_step=400, num_steps=1 << 20)
     async with world(load) as made:
         rollout, actor = await made.bus("rollout-0"), await made.bus("actor-0")
-        await rollout.call("proved", ROLLOUT_READER, 0)
+        await rollout.call("proved", engine_reader(0), 0)
         await actor.join("actor", 1 << 18)
         rows, waiting = batches(load, load.samples(load.samples_per_group)), False
         found: dict[bool, list[float]] = {True: [], False: []}
@@ -227,7 +227,7 @@ async def replicas_cost_us(count: int) -> float:
         segments = made.client()
         replicas = [await made.bus(f"rollout-{i}", ref=ref, segments=segments) for i in range(count)]
         for replica in replicas:
-            await replica.call("proved", ROLLOUT_READER, 0)
+            await replica.call("proved", engine_reader(0), 0)
         rows = batches(load, load.samples(load.samples_per_group))
         waiting = [asyncio.create_task(replica.call("lease", 1, [], deadline_s=600)) for replica in replicas]
         used, done = cpu_s([made.coordinator.pid]), 0
@@ -257,7 +257,7 @@ async def put_cost_ms(num_groups: int, num_ranks: int, *, whole_step: bool, num_
     )  # fmt: skip
     async with world(load) as made:
         rollout, actor = await made.bus("rollout-0"), await made.bus("actor-0", num_ranks)
-        await rollout.call("proved", ROLLOUT_READER, 0)
+        await rollout.call("proved", engine_reader(0), 0)
         await actor.join("actor", 1 << 18)
         grants: list[dict[str, Any]] = []
         while len(grants) < num_groups:

@@ -32,7 +32,7 @@ from rondo.comm.bus.member import Member
 from rondo.comm.bus.rounds import Stream
 from rondo.comm.bus.serve import CONFIG
 from rondo.comm.bus.transitions import CoordinatorConfig
-from rondo.comm.bus.versions import ROLLOUT_READER
+from rondo.comm.bus.versions import engine_reader
 from rondo.comm.ring.records import Column, worst_case_bytes
 from rondo.comm.ring.words import Words, drain, ring_doorbell
 from rondo.runtime.actors.actor import Actor, endpoint, serve
@@ -266,7 +266,7 @@ def touch(made: Round, load: Load) -> int:
 
 async def produce(bus: Bus, load: Load) -> None:
     """Asks for the next leases while it works on those that it has, as a replica does."""
-    await bus.call("proved", ROLLOUT_READER, 0)
+    await bus.call("proved", engine_reader(0), 0)
     pool, per_group = batches(load, load.samples(load.pool)), load.samples_per_group // load.rows_per_put
     at = 0
     answer = await bus.call("lease", 4, [], deadline_s=600)
@@ -335,7 +335,7 @@ async def latency(bus: Bus, load: Load, segments: SegmentClient) -> None:
 async def produce_slowly(bus: Bus, load: Load, segments: SegmentClient) -> None:
     """One row a time, a moment after everything is idle: not before its consumer has done with the one before."""
     asked = Words(segments.segment("asked", 4096).view(), 0, 1)
-    await bus.call("proved", ROLLOUT_READER, 0)
+    await bus.call("proved", engine_reader(0), 0)
     (row,) = load.samples(1)
     stamp = row["policy_versions"].view(np.int64)
     made = batches(replace(load, packed=False), [row])  # of the very memory of the row

@@ -6,6 +6,7 @@ folders (`hf_folder.py`), nor how they are written so that they are whole or not
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,7 @@ def export_merged(
 ) -> None:
     """Write the base at `model_path` with the adapter of the checkpoint `folder` merged into it as the Hugging Face folder `out`:
     in one process, which holds the base in `dtype`. Raises as `export_adapter`, and NoRoom."""
-
-    def cut(model: Any) -> None:
-        if scores:
-            give_value_head(model, whole=True)
-
+    cut = functools.partial(give_value_head, whole=True) if scores else (lambda _: None)
     model = load_model(model_path, dtype=dtype, cut=cut)
     adapt(model, settings, dtype=torch.float32)
     load_published(model, _stored(folder, model))

@@ -144,8 +144,12 @@ def load_disk_tensors(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     drop_copies(model)
     _check(model, tensors)
     memory, unknown = memory_tensors(model), set[str]()
+    conversions = getattr(model, "_weight_conversions", None)  # those that it was loaded with, else its family's
+    if conversions is None:
+        found = get_model_conversion_mapping(model, add_legacy=False)  # as transformers itself decides it
+        conversions = [each for each in found if not isinstance(each, PrefixChange)]
     with torch.no_grad():
-        for name, part in parts(model, tensors, _conversions(model), memory, unknown):
+        for name, part in parts(model, tensors, conversions, memory, unknown):
             local_part(memory[name]).copy_(part)
 
 
@@ -345,14 +349,6 @@ def _reverted(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torc
     head = getattr(model, HEAD, None)
     found = _flat(revert_weight_conversion(model, dict(tensors)))
     return {SCORE if name == head else name: tensor for name, tensor in found.items()}
-
-
-def _conversions(model: Any) -> list[Any]:
-    """Disk to memory: those that the model was loaded with, else its family's, as transformers itself decides it."""
-    found = getattr(model, "_weight_conversions", None)
-    if found is None:
-        found = [e for e in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(e, PrefixChange)]
-    return list(found)
 
 
 def _of(kind: type[Conversion], conversions: Iterable[Any]) -> list[Conversion]:

@@ -84,8 +84,13 @@ def set_options(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> N
 
 def random_states(model: Any) -> dict[str, torch.Tensor]:
     """The states of the process's generators as tensors: torch's on the CPU and, if it is another, on the model's device
-    (uint8), numpy's and Python's (int64)."""
-    found = {"random.cpu": torch.get_rng_state(), "random.numpy": _numpy_state(), "random.python": _python_state()}
+    (uint8), numpy's and Python's (int64 [627]: words, place, whether a normal number is kept, its bits)."""
+    kept: Any
+    _, words, at, has_kept, kept = np.random.get_state()  # the one that user code draws from
+    numpys = torch.from_numpy(np.array([*words, at, has_kept, _bits(kept)], np.int64))
+    _, words, kept = random.getstate()
+    pythons = torch.from_numpy(np.array([*words, kept is not None, _bits(kept or 0.0)], np.int64))
+    found = {"random.cpu": torch.get_rng_state(), "random.numpy": numpys, "random.python": pythons}
     device = next(model.parameters()).device
     if device.type == "cuda":
         found["random.cuda"] = torch.cuda.get_rng_state(device)
@@ -100,19 +105,6 @@ def set_random_states(states: Mapping[str, torch.Tensor]) -> None:
     random.setstate((3, tuple(words), _float(kept) if has_kept else None))
     if "random.cuda" in states:
         torch.cuda.set_rng_state(states["random.cuda"].cpu().contiguous())
-
-
-def _numpy_state() -> torch.Tensor:
-    """int64 [627]: the 624 words of the global Mersenne Twister, its position, whether a normal number is kept, its bits."""
-    kept: Any
-    _, words, at, has_kept, kept = np.random.get_state()  # the one that user code draws from
-    return torch.from_numpy(np.array([*words, at, has_kept, _bits(kept)], np.int64))
-
-
-def _python_state() -> torch.Tensor:
-    """int64 [627]: 625 words, whether a normal number is kept, its bits."""
-    _, words, kept = random.getstate()
-    return torch.from_numpy(np.array([*words, kept is not None, _bits(kept or 0.0)], np.int64))
 
 
 def _bits(number: float) -> int:

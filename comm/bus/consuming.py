@@ -50,6 +50,7 @@ class Consuming(Transitions):
         topics = (wakes.rounds(stream, step), *((wakes.lease(member),) if step is None else ()))
         scope = f"{member}.{incarnation}" if step is None else train_scope(step)
         rounds, plan = self.index.rounds, (stream, scope, early)
+        spec = rounds.lanes[stream].spec
 
         def made() -> dict[str, Any] | None:
             found = rounds.find(stream, scope, index)
@@ -64,8 +65,8 @@ class Consuming(Transitions):
                     return {"end": True}  # the same for every rank: one plan is for all of them
                 if self._wakes.is_vain(plan, *topics):
                     return None
-                planned = self._plan(stream, member, incarnation, step, full=early)
-                if not planned:
+                planned = self.index.plan_rounds(stream, member, incarnation, step, full=early)
+                if not planned or (step is None and not self._reserve_outputs(planned, spec, member)):
                     self._wakes.in_vain(plan, *topics)
                     return None
                 self._fold({"event": "rounds", "rounds": planned})
@@ -92,11 +93,6 @@ class Consuming(Transitions):
         if step is None or self.index.is_left(step) or not any(report["version"] == step + 1 for report in others):
             return False
         return self.index.has_all(stream, step)
-
-    def _plan(self, stream: str, member: str, incarnation: int, step: int | None, *, full: bool) -> list[Round]:
-        planned = self.index.plan_rounds(stream, member, incarnation, step, full=full)
-        spec = self.index.rounds.lanes[stream].spec
-        return planned if step is not None or self._reserve_outputs(planned, spec, member) else []
 
     def _reserve_outputs(self, planned: list[Round], spec: Stream, member: str) -> bool:
         """Name the ring, per rank, that has room for every column these rounds will put; False when one has not."""

@@ -9,6 +9,7 @@ Invariant: a lease is granted only with room promised for all that is missing of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from rondo.comm.bus import wakes
@@ -39,12 +40,8 @@ class Leasing(Transitions):
 
         What was granted and is not held was in an answer that got lost: it is granted again, the same.
         """
-
         hold = {(group, epoch) for group, epoch in held}
-
-        def work() -> dict[str, Any] | None:
-            return self._work(member, incarnation, rank, max_groups, hold)
-
+        work = partial(self._work, member, incarnation, rank, max_groups, hold)
         return await self._until(member, incarnation, work, wakes.lease(member))
 
     def _work(

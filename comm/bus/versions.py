@@ -114,7 +114,5 @@ def _of(reader: str, member: str) -> bool:
     return reader.partition("/")[0] == member
 
 
-ROLLOUT_READER = engine_reader(0)
-"""Who proves the weights that the leases of a replica depend on that generates on one rank."""
 EVALUATION_READER = "evaluation.0"
 """Who holds the weights that a replica evaluates beside the training."""

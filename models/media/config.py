@@ -13,20 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from rondo.runtime.section import Section
-
-
-def _even(value: int) -> int:
-    if value % 2:
-        raise ValueError(f"must be a multiple of 2, the frames of one video patch, got {value}. Change it by one")
-    return value
-
-
-Even = Annotated[int, AfterValidator(_even)]
 
 
 class MediaConfig(Section):
@@ -52,10 +43,10 @@ class MediaConfig(Section):
     """The same for every frame of a video."""
     fps: float = Field(2.0, gt=0)
     """Frames taken from a second of video."""
-    min_frames: Even = Field(4, ge=2)
-    """Fewest frames taken from a whole video, whatever `fps` asks for."""
-    max_frames: Even = Field(768, ge=2)
-    """Frames taken from a whole video, whatever `fps` asks for."""
+    min_frames: int = Field(4, ge=2, multiple_of=2)
+    """Fewest frames taken from a whole video, whatever `fps` asks for; two make a patch."""
+    max_frames: int = Field(768, ge=2, multiple_of=2)
+    """Frames taken from a whole video, whatever `fps` asks for; two make a patch."""
     audio_sample_rate: int = Field(16_000, ge=1000)
     """Hz that sound is resampled to: what the model's feature extractor expects."""
     use_audio_in_video: bool = False

@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -254,28 +254,13 @@ def _check_codec(stream: Any, name: str) -> None:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Track:
-    """What the packets of a video track say, without decoding them."""
+class _Track(NamedTuple):
+    """What the packets of a video track say, without decoding them. `times_s`: when each frame begins, ascending, float64 [F]."""
 
     times_s: np.ndarray
-    """When each frame begins, ascending, float64 [F]."""
-
-    @property
-    def start_s(self) -> float:
-        return float(self.times_s[0])
-
-    @property
-    def end_s(self) -> float:
-        return float(self.times_s[-1])
-
-    @property
-    def num_frames(self) -> int:
-        return len(self.times_s)
-
-    @property
-    def frame_s(self) -> float:
-        return (self.end_s - self.start_s) / max(self.num_frames - 1, 1)
+    start_s: float
+    end_s: float
+    frame_s: float
 
 
 def _times(container: Any, config: MediaConfig, name: str) -> _Track:
@@ -290,13 +275,13 @@ def _times(container: Any, config: MediaConfig, name: str) -> _Track:
     if not times:
         raise MediaError(f"{name} must last longer than 0 s, got no frames. Correct or remove the row")
     _check_pixels(name, stream.codec_context.width, stream.codec_context.height, config)
-    track = _Track(np.sort(times))
-    if stream.frames > track.num_frames:
+    if stream.frames > len(times):
         raise MediaError(
-            f"{name} must hold the {stream.frames} frames of its header, got {track.num_frames}. Correct or remove the row"
+            f"{name} must hold the {stream.frames} frames of its header, got {len(times)}. Correct or remove the row"
         )
-    _check_length(name, track.end_s - track.start_s, config)
-    return track
+    start_s, end_s = min(times), max(times)
+    _check_length(name, end_s - start_s, config)
+    return _Track(np.sort(times), start_s, end_s, (end_s - start_s) / max(len(times) - 1, 1))
 
 
 def _evenly(available: np.ndarray, wanted: int) -> np.ndarray:

@@ -97,15 +97,6 @@ def experts_config(num_experts: int, experts_per_token: int, moe_intermediate_si
     }  # fmt: skip
 
 
-def token_ids(tokenizer: Any) -> dict[str, int]:
-    """Names in a config -> ids of the media tokens."""
-    ids = tokenizer.convert_tokens_to_ids
-    return {
-        "image_token_id": ids("<|image_pad|>"), "video_token_id": ids("<|video_pad|>"),
-        "vision_start_token_id": ids("<|vision_start|>"), "vision_end_token_id": ids("<|vision_end|>"),
-    }  # fmt: skip
-
-
 def write(
     folder: Path, name: str, text: dict[str, Any], tokenizer: Any, sizes: Sizes, vision: dict[str, Any], **other: Any
 ) -> None:
@@ -113,11 +104,15 @@ def write(
     import torch
     import transformers
 
+    ids = tokenizer.convert_tokens_to_ids
     config = getattr(transformers, f"{name}Config")(
         text_config=text,
         vision_config={**sizes.vision(), **vision},
         tie_word_embeddings=sizes.tie_embeddings,
-        **token_ids(tokenizer),
+        image_token_id=ids("<|image_pad|>"),
+        video_token_id=ids("<|video_pad|>"),
+        vision_start_token_id=ids("<|vision_start|>"),
+        vision_end_token_id=ids("<|vision_end|>"),
         **other,
     )
     config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
