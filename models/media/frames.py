@@ -12,7 +12,6 @@ Invariant: height and width are multiples of `patch_size * merge_size`, so that 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,18 +38,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 def fitted(height: int, width: int, *, unit: int, min_tokens: int, max_tokens: int) -> tuple[int, int]:
     """(height, width) in pixels, multiples of `unit`, of the same shape as nearly as possible, `unit` x `unit` pixels a token.
 
-    The rule is `smart_resize` of Qwen2-VL. Raises ValueError for a shape longer than `MAX_ASPECT` times its width.
+    The rule is Qwen2-VL's own. Raises ValueError for a shape longer than `MAX_ASPECT` times its width.
     """
     aspect = max(height, width) / min(height, width)
     if aspect > MAX_ASPECT:
         raise ValueError(f"long side must be at most {MAX_ASPECT} times the short one, got {aspect:g} times. Crop it")
-    tall, wide = (round(side / unit) * unit for side in (height, width))
-    if tall * wide > max_tokens * unit**2:
-        shrink = math.sqrt(height * width / (max_tokens * unit**2))
-        tall, wide = (max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width))
-    elif tall * wide < min_tokens * unit**2:
-        grow = math.sqrt(min_tokens * unit**2 / (height * width))
-        tall, wide = (math.ceil(side * grow / unit) * unit for side in (height, width))
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+
+    tall, wide = smart_resize(height, width, unit, min_tokens * unit**2, max_tokens * unit**2)
     return tall, wide
 
 
