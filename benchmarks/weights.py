@@ -47,19 +47,19 @@ from rondo.comm.weights.sums import bucket_sum
 from rondo.models.optimizer import make_optimizer
 from rondo.models.published import own_weights
 from rondo.roles.engines.embedded.embedded import slot_engine
+from rondo.runtime.memory.segments import Segment
 
 _BUCKET_BYTES = 16 << 20
 
 
-class Memory:
+class Memory(Segment):
     """A memfd whose pages are there, as the supervisor makes them."""
 
     def __init__(self, num_bytes: int = 0, fd: int | None = None) -> None:
-        self.name = "weights"
-        self.fd = os.memfd_create("weights") if fd is None else fd
+        memory = os.memfd_create("weights") if fd is None else fd
         if fd is None:
-            os.posix_fallocate(self.fd, 0, num_bytes)
-        self.num_bytes = os.fstat(self.fd).st_size
+            os.posix_fallocate(memory, 0, num_bytes)
+        super().__init__("weights", os.fstat(memory).st_size, memory)
         self._map = mmap.mmap(self.fd, self.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
     def view(self, readonly: bool = False) -> memoryview:

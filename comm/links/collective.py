@@ -42,8 +42,8 @@ from rondo.comm.links.origin import Origin, Piece
 from rondo.comm.links.receiver import LinkReceiver, ReceiverSession
 from rondo.comm.links.sender import LinkSender, SenderSession
 from rondo.comm.links.streams import Stream, check_tcp
-from rondo.comm.ring.ring import Memory
 from rondo.runtime.errors import DeadlineExceeded, GroupBroken, PeerGone, ProtocolError, Refused, RondoError
+from rondo.runtime.memory.segments import Segment
 from rondo.runtime.waits import waiting
 
 
@@ -83,7 +83,7 @@ class CollectiveSender(LinkSender):
     memory."""
 
     def __init__(
-        self, segment: Memory, ring: str, *, token: str, attempt: int, incarnation: int = 0,
+        self, segment: Segment, ring: str, *, token: str, attempt: int, incarnation: int = 0,
         config: LinkConfig | None = None,
     ) -> None:  # fmt: skip
         super().__init__(

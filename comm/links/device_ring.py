@@ -22,14 +22,15 @@ import torch
 
 from rondo.comm.links.mirror import Mirror
 from rondo.comm.ring.records import STORAGE
-from rondo.comm.ring.ring import HEAD_WORD, SEQ_WORD, Memory, Record, RingView
+from rondo.comm.ring.ring import HEAD_WORD, SEQ_WORD, Record, RingView
 from rondo.comm.ring.tensors import torch_dtype
+from rondo.runtime.memory.segments import Segment
 
 
 class DeviceMirror(Mirror):
     """`payload` is uint8 [capacity] on `device` ("cpu", "cuda:1")."""
 
-    def __init__(self, segment: Memory, doorbell_fd: int | None, name: str, *, device: str) -> None:
+    def __init__(self, segment: Segment, doorbell_fd: int | None, name: str, *, device: str) -> None:
         super().__init__(segment, doorbell_fd, name)
         self.payload = torch.empty(self.capacity, dtype=torch.uint8, device=device)
         if self.head != self.tail:  # payloads of an earlier process are gone with it
@@ -69,7 +70,7 @@ class DeviceRecord(Record):
 class DeviceView:
     """A reader in the mirror's process."""
 
-    def __init__(self, segment: Memory, mirror: DeviceMirror) -> None:
+    def __init__(self, segment: Segment, mirror: DeviceMirror) -> None:
         self._host = RingView(segment, mirror.name)
         self._payload = mirror.payload
 

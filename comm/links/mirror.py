@@ -22,9 +22,10 @@ from bisect import bisect_left
 from dataclasses import dataclass
 
 from rondo.comm.ring.records import ALIGN_BYTES, HEADER_BYTES, HEADER_FIELDS, RECORD
-from rondo.comm.ring.ring import HEAD_WORD, MAGIC_WORD, RING_MAGIC, SEQ_WORD, TAIL_WORD, Memory, RingLog
+from rondo.comm.ring.ring import HEAD_WORD, MAGIC_WORD, RING_MAGIC, SEQ_WORD, TAIL_WORD, RingLog
 from rondo.comm.ring.words import ring_doorbell
 from rondo.runtime.errors import CorruptData, ProtocolError, Refused
+from rondo.runtime.memory.segments import Segment
 
 _BORN, _INCARNATION = 8, 9  # control words that only mirrors use: attempt + 1; the newest sender's incarnation + 1
 
@@ -50,7 +51,7 @@ class Mirror(RingLog):
     The segment must have the size of the origin's. `doorbell_fd` is the mirror's own; None where nobody waits.
     """
 
-    def __init__(self, segment: Memory, doorbell_fd: int | None, name: str) -> None:
+    def __init__(self, segment: Segment, doorbell_fd: int | None, name: str) -> None:
         super().__init__(segment, name, readonly=False)
         self._doorbell_fd = doorbell_fd
         self._have: list[tuple[int, int]] = []  # checked intervals of the log that reach beyond the head, in order

@@ -20,9 +20,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from rondo.comm.ring.records import HEADER_BYTES, PAD, RECORD, align
-from rondo.comm.ring.ring import Memory, RingView
+from rondo.comm.ring.ring import RingView
 from rondo.comm.ring.words import PEEK_IS_SAFE, settle
 from rondo.runtime.errors import CorruptData, Refused
+from rondo.runtime.memory.segments import Segment
 
 
 class Piece(NamedTuple):
@@ -41,7 +42,7 @@ class Origin(RingView):
     _have: list[tuple[int, int]]
     _again: list[tuple[int, int]]
 
-    def __init__(self, segment: Memory, name: str, *, apart: bool = False) -> None:
+    def __init__(self, segment: Segment, name: str, *, apart: bool = False) -> None:
         super().__init__(segment, name)
         self._apart = apart
 

@@ -24,9 +24,9 @@ from rondo.comm.links.config import LinkConfig, LinkStats
 from rondo.comm.links.frames import CHECKSUMS, CREDIT, DATA, OPEN, OPENED, RESEND, Frame
 from rondo.comm.links.origin import Origin, Piece
 from rondo.comm.links.streams import Owner, Session, Stream, check_tcp
-from rondo.comm.ring.ring import Memory
 from rondo.runtime.actors.transport import connect
 from rondo.runtime.errors import ConfigError, CorruptData, DeadlineExceeded, PeerGone, ProtocolError
+from rondo.runtime.memory.segments import Segment
 from rondo.runtime.waits import PROCESS, Wait, waiting
 
 _MAX_RESENDS = 8
@@ -41,7 +41,7 @@ class LinkSender:
     """
 
     def __init__(
-        self, segment: Memory, ring: str, address: str, *, token: str, node: str, attempt: int, incarnation: int = 0,
+        self, segment: Segment, ring: str, address: str, *, token: str, node: str, attempt: int, incarnation: int = 0,
         config: LinkConfig | None = None, apart: bool = False, progress: Callable[[int, int], None] | None = None,
     ) -> None:  # fmt: skip
         if not token:

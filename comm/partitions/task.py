@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from rondo.comm.partitions.entry import Entry, digits, flags
 from rondo.comm.partitions.runs import compress, row_id
@@ -27,15 +27,6 @@ _AGAIN = bytes.maketrans(bytes([DONE]), bytes([READY]))
 _NEW = bytes.maketrans(bytes([0, 1]), bytes([GONE, WAITING]))
 
 Runs = list[list[int]]
-
-
-class Chooser(Protocol):
-    """What a task tells its sampler, and is told; derived from the states, made anew when it is missing."""
-
-    mark: int
-
-    def add(self, start: int, length: int) -> None: ...
-    def pick(self, ask: Any) -> list[Runs] | None: ...
 
 
 @dataclass(slots=True)
@@ -75,7 +66,9 @@ class Task:
         self.mark = 0  # how far an order of its own has come in this pass (`samplers.Ordered`)
         self.claims: dict[tuple[str, int], Claim] = {}
         self.scopes: dict[str, Scope] = {}
-        self.chooser: Chooser | None = None
+        self.chooser: Any = (
+            None  # of its sampler (`choosers.Chooser`): derived from the states, made anew when it is missing
+        )
         self.news = False  # rows became ready since waiting readers were looked at
 
     def admit(self, entry: Entry) -> None:

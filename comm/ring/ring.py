@@ -27,7 +27,7 @@ behind it. `put` never waits: whoever calls it holds a reservation, and `fits` s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -52,20 +52,11 @@ from rondo.comm.ring.records import (
 from rondo.comm.ring.spans import num_rows
 from rondo.comm.ring.words import Words, be_settled, ring_doorbell, settle
 from rondo.runtime.errors import CorruptData, OutOfSpace
+from rondo.runtime.memory.segments import Segment
 
 CONTROL_BYTES = 4096
 MAGIC_WORD, HEAD_WORD, TAIL_WORD, SEQ_WORD = range(4)
 RING_MAGIC = int.from_bytes(b"rondo-r1", "little")
-
-
-class Memory(Protocol):
-    """What a ring needs of a segment (`runtime.segments.Segment`)."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def num_bytes(self) -> int: ...
-    def view(self, readonly: bool = False) -> memoryview: ...
 
 
 class RecordRef(NamedTuple):
@@ -120,7 +111,7 @@ def fits(capacity: int, head: int, tail: int, reserved: Sequence[int], request: 
 class RingLog:
     """What all three sides share: the words, the data, and the check that this is a ring at all."""
 
-    def __init__(self, segment: Memory, name: str, readonly: bool) -> None:
+    def __init__(self, segment: Segment, name: str, readonly: bool) -> None:
         self.name = name
         self.capacity = capacity_of(segment.num_bytes)
         view = segment.view(readonly=readonly)
@@ -167,7 +158,7 @@ class RingWriter(RingLog):
     None is for logs that nobody waits on.
     """
 
-    def __init__(self, segment: Memory, doorbell_fd: int | None, name: str) -> None:
+    def __init__(self, segment: Segment, doorbell_fd: int | None, name: str) -> None:
         super().__init__(segment, name, readonly=False)
         be_settled()
         self._words.store(MAGIC_WORD, RING_MAGIC)
@@ -217,7 +208,7 @@ class RingTail(RingLog):
     `cursor` is the log offset up to which everything was seen; a restarted coordinator passes the one it journalled.
     """
 
-    def __init__(self, segment: Memory, name: str, cursor: int | None = None) -> None:
+    def __init__(self, segment: Segment, name: str, cursor: int | None = None) -> None:
         super().__init__(segment, name, readonly=False)
         self.cursor = self.tail if cursor is None else cursor
         if not self.tail <= self.cursor <= self.head:
@@ -306,7 +297,7 @@ class Record:
 class RingView(RingLog):
     """A reader's side: maps the ring once, read-only, and reads what the coordinator names."""
 
-    def __init__(self, segment: Memory, name: str) -> None:
+    def __init__(self, segment: Segment, name: str) -> None:
         super().__init__(segment, name, readonly=True)
 
     def read(self, pos: int, seq: int) -> Record:

@@ -32,12 +32,12 @@ import orjson
 import torch
 
 from rondo.comm.ring.records import ALIGN_BYTES, align
-from rondo.comm.ring.ring import Memory
 from rondo.comm.ring.tensors import dtype_name
 from rondo.comm.ring.words import LINE_BYTES, Words
 from rondo.comm.weights.manifest import BUCKET_BYTES, BYTES_PER_TENSOR, Manifest, manifest_checksum
 from rondo.comm.weights.sums import bucket_sum, in_threads
 from rondo.runtime.errors import Closed, CorruptData, OutOfSpace
+from rondo.runtime.memory.segments import Segment
 from rondo.runtime.memory.to_host import to_host
 from rondo.runtime.waits import blocking
 
@@ -72,7 +72,7 @@ class WeightSlab:
     """`num_slots` equal slots in `segment`. Readers open it read-only. `capacity_bytes` is one slot's, manifest
     included."""
 
-    def __init__(self, segment: Memory, num_slots: int, *, readonly: bool = False) -> None:
+    def __init__(self, segment: Segment, num_slots: int, *, readonly: bool = False) -> None:
         self.num_slots = num_slots
         self.capacity_bytes = (segment.num_bytes - _control_bytes(num_slots)) // num_slots // _PAGE_BYTES * _PAGE_BYTES
         if self.capacity_bytes < _PAGE_BYTES:

@@ -23,8 +23,8 @@ from typing import Any
 
 import torch
 
-from rondo.comm.ring.ring import Memory
 from rondo.comm.weights.slab import WeightSlab, slab_bytes
+from rondo.runtime.memory.segments import Segment
 
 _NUM_SLOTS = 2
 _LEAST_BYTES = slab_bytes(0, 0, _NUM_SLOTS)
@@ -38,7 +38,7 @@ def snapshot_bytes(total_tensor_bytes: int, num_tensors: int, state_bytes: int =
 class HotSnapshot:
     """Two slots in `segment`. One process at a time writes; its successor, after its proved death, reads."""
 
-    def __init__(self, segment: Memory) -> None:
+    def __init__(self, segment: Segment) -> None:
         if segment.num_bytes < _LEAST_BYTES:
             raise ValueError(
                 f"a snapshot's segment must have at least {_LEAST_BYTES} bytes, got {segment.num_bytes}. "
