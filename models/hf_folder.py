@@ -59,8 +59,12 @@ def write_folder(
     if model.can_generate() and not scores:
         model.generation_config.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    if family_of(model) is not None:
-        _copy_processor(folder, tokenizer_path)
+    # The files as they are: training changes none of them, and without torchvision transformers could not write them again.
+    for file_name in _PROCESSOR_FILES if family_of(model) is not None else ():
+        # Of a model on the hub, those that exist are in the cache since its processor was made: no network is needed.
+        unasked = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        if (found := cached_file(tokenizer_path, file_name, **unasked)) is not None:
+            shutil.copyfile(found, folder / file_name)
 
 
 def write_adapter(
@@ -74,17 +78,6 @@ def write_adapter(
     save_file(told, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     (folder / "adapter_config.json").write_bytes(orjson.dumps(config_of(model, base), option=orjson.OPT_INDENT_2))
     load_tokenizer(base).save_pretrained(folder)
-
-
-def _copy_processor(folder: Path, path: str) -> None:
-    """The files as they are: training changes none of them, and without torchvision transformers could not write them again."""
-    for name in _PROCESSOR_FILES:
-        # Of a model on the hub, those that exist are in the cache since its processor was made: no network is needed.
-        found = cached_file(
-            path, name, _raise_exceptions_for_missing_entries=False, _raise_exceptions_for_connection_errors=False
-        )
-        if found is not None:
-            shutil.copyfile(found, folder / name)
 
 
 def _files(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:

@@ -47,19 +47,9 @@ class Scores:
     """float32 [R, K]"""
 
 
-def response_log_probs(
-    model: Any,
-    packed: PackedBatch,
-    *,
-    temperature: float = 1.0,
-    chunk_tokens: int = 2048,
-    with_entropy: bool = False,
-    heard: Heard | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def response_log_probs(model: Any, packed: PackedBatch, **how: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(log-probs float32 [R], entropy in nats float32 [R] or None), in the packed sequences' order: as `response_scores`."""
-    found = response_scores(
-        model, packed, temperature=temperature, chunk_tokens=chunk_tokens, with_entropy=with_entropy, heard=heard
-    )
+    found = response_scores(model, packed, **how)
     return found.log_probs, found.entropy
 
 
