@@ -19,35 +19,25 @@ from rondo.models.families import family_of
 NUM_LAYERS, WINDOW = 4, 8
 _MOST_PARAMETERS = 10_000_000
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
-_SIZES: dict[str, int] = {
-    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "embed_dim", "lru_width", "word_embed_proj_dim"), 64),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    **dict.fromkeys(("decoder_attention_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "linear_num_key_heads"), 2),
-    **dict.fromkeys(
-        ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "d_ff"), 96
-    ),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 32),
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "top_k"), 2),
-    **dict.fromkeys(
-        ("n_group", "topk_group", "num_expert_group", "n_groups", "mamba_n_groups", "first_k_dense_replace"), 1
-    ),
-    **dict.fromkeys(("head_dim", "linear_key_head_dim", "linear_value_head_dim", "mamba_d_head", "mamba_head_dim"), 16),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 128),
-    **dict.fromkeys(("sliding_window", "attention_window", "window_size", "attention_chunk_size"), WINDOW),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "rotary_dim", "hidden_size_per_layer_input"), 8),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_d_state", "state_size", "ssm_state_size"), 8),
-    **{"mamba_expand": 2, "linear_num_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "v_head_dim": 12},
-    **{
-        "qk_head_dim": 16,
-        "image_size": 32,
-        "patch_size": 8,
-        "depth": 2,
-        "vocab_size": 256,
-        "vocab_size_per_layer_input": 256,
-    },
+_NAMES = {
+    128: "max_position_embeddings n_positions max_seq_len",
+    256: "vocab_size vocab_size_per_layer_input",
+    96: "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim ffn_hidden_size d_ff",
+    64: "hidden_size d_model n_embd embed_dim lru_width word_embed_proj_dim",
+    32: "moe_intermediate_size shared_expert_intermediate_size image_size",
+    24: "q_lora_rank",
+    16: "head_dim linear_key_head_dim linear_value_head_dim mamba_d_head mamba_head_dim kv_lora_rank qk_head_dim",
+    12: "v_head_dim",
+    8: "qk_rope_head_dim qk_nope_head_dim rotary_dim hidden_size_per_layer_input mamba_n_heads mamba_num_heads mamba_d_state "
+    "state_size ssm_state_size patch_size",
+    4: "num_attention_heads n_head n_heads num_heads decoder_attention_heads encoder_attention_heads num_experts "
+    "num_local_experts n_routed_experts moe_num_experts linear_num_value_heads",
+    2: "num_key_value_heads num_kv_heads linear_num_key_heads num_experts_per_tok num_experts_per_token moe_k top_k mamba_expand "
+    "depth",
+    1: "n_group topk_group num_expert_group n_groups mamba_n_groups first_k_dense_replace",
 }
+_WINDOWS = ("sliding_window", "attention_window", "window_size", "attention_chunk_size")
+_SIZES = {name: size for size, names in _NAMES.items() for name in names.split()} | dict.fromkeys(_WINDOWS, WINDOW)
 
 
 def stand_in(config: Any, attn: str | None = None) -> Any:

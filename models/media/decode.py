@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rondo.models.media.config import MediaConfig
-from rondo.models.media.errors import MediaError, missing_extra
+from rondo.models.media.errors import MediaError, missing_extra, reason
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -88,7 +88,7 @@ def image(data: bytes, config: MediaConfig, name: str, *, fit: Fit | None = None
         if isinstance(error, MediaError):
             raise
         raise MediaError(
-            f"{name} must be an image that can be read, got {_reason(error)}. Correct or remove the row"
+            f"{name} must be an image that can be read, got {reason(error)}. Correct or remove the row"
         ) from error
 
 
@@ -197,7 +197,7 @@ def _open(data: bytes, name: str) -> Iterator[Any]:
         if isinstance(error, MediaError):
             raise
         raise MediaError(
-            f"{name} must be sound or video that can be read, got {_reason(error)}. Correct or remove the row"
+            f"{name} must be sound or video that can be read, got {reason(error)}. Correct or remove the row"
         ) from error
 
 
@@ -385,10 +385,3 @@ def _check_length(name: str, length_s: float, config: MediaConfig) -> None:
             f"{name} must last at most media.max_source_s = {config.max_source_s:g} s, got {length_s:g} s or more. "
             "Raise the limit, or remove the row"
         )
-
-
-def _reason(error: BaseException) -> str:
-    if type(error).__name__ == "UnidentifiedImageError":  # its text is an address in memory
-        return "no image format that is read"
-    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
-    return str(text).splitlines()[0]

@@ -15,6 +15,14 @@ class MediaError(RondoError, ValueError):
     """A medium, or a prompt with its media, breaks a rule. The text names the medium, the rule and the value."""
 
 
+def reason(error: BaseException) -> str:
+    """What an error of a library says, in one line."""
+    if type(error).__name__ == "UnidentifiedImageError":  # its text is an address in memory
+        return "no image format that is read"
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return str(text).splitlines()[0]
+
+
 def missing_extra(package: str) -> ConfigError:
     """The error for a machine without `package`."""
     return ConfigError(

@@ -24,7 +24,7 @@ from typing import IO, Any
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from rondo.models.media.config import MediaConfig
-from rondo.models.media.errors import MediaError
+from rondo.models.media.errors import MediaError, reason
 from rondo.models.media.refs import MediaRef
 
 _CHUNK_BYTES = 1 << 20
@@ -94,7 +94,7 @@ def _from_path(ref: MediaRef, source: str, config: MediaConfig) -> bytes:
         if isinstance(error, MediaError):
             raise
         raise MediaError(
-            f"{ref} must be a file that can be read, got {_reason(error)}. Check media.root and the row"
+            f"{ref} must be a file that can be read, got {reason(error)}. Check media.root and the row"
         ) from error
 
 
@@ -126,7 +126,7 @@ def _from_url(ref: MediaRef, source: str, config: MediaConfig) -> bytes:
             error.close()
         if isinstance(error, MediaError):
             raise
-        raise MediaError(f"{ref} must be answered by its host, got {_reason(error)}. Check the URL") from error
+        raise MediaError(f"{ref} must be answered by its host, got {reason(error)}. Check the URL") from error
     if len(data) < length:
         raise MediaError(f"{ref} must arrive whole, got {len(data)} of {length} bytes. Try again, or check its host")
     return data
@@ -182,9 +182,3 @@ def _check_size(ref: MediaRef, num_bytes: int, config: MediaConfig) -> None:
             f"{ref} must have at most media.max_file_bytes = {config.max_file_bytes} bytes, got {num_bytes} or more. "
             "Raise the limit, or remove the row"
         )
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error) or type(error).__name__
