@@ -82,13 +82,8 @@ class WeightSlab:
             )
         self._view = segment.view(readonly=readonly)
 
-    def write(
-        self, slot: int, *, attempt: int, version: int, bucket_bytes: int = BUCKET_BYTES, summed: bool = True
-    ) -> SlotWriter:
-        """Begin to overwrite `slot`, which nobody may hold; from here until `finish` it is readable for nobody.
-
-        Without `summed` only the manifest has a checksum.
-        """
+    def write(self, slot: int, *, attempt: int, version: int, bucket_bytes: int = BUCKET_BYTES) -> SlotWriter:
+        """Begin to overwrite `slot`, which nobody may hold; from here until `finish` it is readable for nobody."""
         words, block = self._slot(slot)
         words.store(_STATE, _WRITING)
         words.store(_WHOLE_BYTES, 0)
@@ -96,7 +91,7 @@ class WeightSlab:
         words.store(_BUCKET_BYTES, bucket_bytes)
         words.store(_ATTEMPT, attempt)
         words.store(_VERSION, version)
-        return SlotWriter(words, block, bucket_bytes, summed)
+        return SlotWriter(words, block, bucket_bytes)
 
     def join(self, slot: int, *, attempt: int, version: int, bucket_bytes: int = BUCKET_BYTES) -> SlotWriter:
         """Take part in writing a version that another process has begun in `slot`, and will finish. CorruptData for any other."""
@@ -107,7 +102,7 @@ class WeightSlab:
                 f"weight slot {slot} must be half-written with version {version} of attempt {attempt}, got "
                 f"{_STATES[found[0]]} with version {found[2]} of attempt {found[1]}. Begin it first."
             )
-        return SlotWriter(words, block, bucket_bytes, summed=True)
+        return SlotWriter(words, block, bucket_bytes)
 
     def complete(self) -> dict[int, tuple[int, int]]:
         """Version -> (slot, checksum), of all slots that are complete."""
@@ -204,11 +199,10 @@ class WeightSlab:
 class SlotWriter:
     """One version on its way into a slot. Dropping it, or dying, leaves the slot half-written: nobody reads it."""
 
-    def __init__(self, words: Words, block: memoryview, bucket_bytes: int, summed: bool) -> None:
+    def __init__(self, words: Words, block: memoryview, bucket_bytes: int) -> None:
         self.block = np.frombuffer(block, np.uint8)
         self._words = words
         self._bucket_bytes = bucket_bytes
-        self._summed = summed
         self._tensors: dict[str, tuple[str, tuple[int, ...], int]] = {}
         self._end = 0
         self._finished = False
@@ -245,11 +239,12 @@ class SlotWriter:
     def finish(self, sums: list[int] | None = None, extra: dict[str, Any] | None = None) -> int:
         """Complete the slot. Returns the version's checksum (64 bits), which a reader must name.
 
-        `sums` of all buckets, from whoever has summed them while it copied; `extra`, JSON-able, stands in the manifest.
+        `sums` of all buckets, from whoever has summed them while it copied; none ([]) where only the manifest is to have a
+        checksum. `extra`, JSON-able, stands in the manifest.
         """
         self._check_open()
         if sums is None:
-            starts = range(0, self._end, self._bucket_bytes) if self._summed else ()
+            starts = range(0, self._end, self._bucket_bytes)
             sums = [bucket_sum(self.block[start : min(start + self._bucket_bytes, self._end)]) for start in starts]
         about = {
             "tensors": self._tensors,

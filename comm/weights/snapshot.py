@@ -55,10 +55,10 @@ class HotSnapshot:
         """
         held = {slot: held for held, (slot, _) in self._slab.complete().items()}
         slot = min(range(_NUM_SLOTS), key=lambda slot: _worth(held.get(slot), version))
-        writer = self._slab.write(slot, attempt=0, version=version, summed=False)
+        writer = self._slab.write(slot, attempt=0, version=version)
         for name, tensor in tensors.items():
             writer.add(name, tensor)
-        writer.finish(extra={"state": state, "checksum": checksum})
+        writer.finish([], extra={"state": state, "checksum": checksum})
         if held.get(1 - slot) == version:
             self._slab.clear(1 - slot)
 
