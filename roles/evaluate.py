@@ -29,6 +29,7 @@ from rondo.roles.engines.replica import Replica
 from rondo.roles.job import Job, open_job
 from rondo.roles.rollout import RolloutRole
 from rondo.roles.sampling.versions import Versions
+from rondo.runtime.waits import happens
 
 _TRAINED = "actor"
 _LOOK_S = 0.2
@@ -108,9 +109,7 @@ class AnswersRole(RolloutRole):
             elif versions.ended():
                 return
             else:
-                leaving = asyncio.create_task(ctx.stopping.wait())
-                await asyncio.wait([leaving], timeout=_LOOK_S)
-                leaving.cancel()
+                await happens(ctx.stopping, _LOOK_S)
 
     async def _measure(self, versions: Versions, version: int) -> None:
         ctx, engine, label = self._ctx, self._replica.engine, f"version_{version}"

@@ -56,7 +56,7 @@ from rondo.roles.serve.endpoint import endpoint
 from rondo.roles.streams import base_columns
 from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.sandbox.sandbox import use
-from rondo.runtime.waits import totals
+from rondo.runtime.waits import totals, until
 from rondo.runtime.worker.context import WorkerContext
 
 _ENGINES_S = 2.0
@@ -196,11 +196,9 @@ class RolloutRole:
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         while not self._ctx.stopping.is_set():
-            while (room := self._room()) < 1:
-                self._fewer.clear()
-                await self._fewer.wait()
+            await until(self._fewer, lambda: self._room() > 0)
             with self._ctx.span("wait for a lease", beside="leases"):
-                answer = await self._next(room)
+                answer = await self._next(self._room())
             if "grants" in answer:
                 for grant in answer["grants"]:
                     lease = Lease(**{**grant, "have": {sample: told_of(*told) for sample, *told in grant["have"]}})

@@ -15,7 +15,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +55,7 @@ from rondo.runtime.admin.server import HttpServer, Limits, bind, json_answer
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.section import Section, settings_at
 from rondo.runtime.values import as_json, decode
-from rondo.runtime.waits import totals
+from rondo.runtime.waits import happens, totals
 from rondo.runtime.worker.context import WorkerContext
 
 _MAX_BODY_BYTES = 1 << 28
@@ -263,8 +263,7 @@ class _Waiting:
 
     async def next(self, patience_s: float) -> list[tuple[Packable, asyncio.Future[float]]]:
         """None of whoever asked has left. Empty where nothing came for so long."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self._came.wait(), patience_s)
+        await happens(self._came, patience_s)
         batch, room = list[tuple[Packable, asyncio.Future[float]]](), self._tokens
         while self._rows and (not batch or (self._rows[0][0].cost <= room and not self._alone)):
             row, future = self._rows.popleft()

@@ -21,7 +21,7 @@ import math
 import threading
 import time
 from collections.abc import Awaitable, Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TypeVar
@@ -185,6 +185,21 @@ async def wait_for(
     """Awaits under a name and a deadline, as `waiting`. Raises `DeadlineExceeded`; the awaitable is cancelled then."""
     async with waiting(name, peer=peer, deadline_s=deadline_s, moved=moved):
         return await awaitable
+
+
+async def happens(event: asyncio.Event, limit_s: float) -> bool:
+    """Whether it does, before so long; a pause of whoever looks again then, and no wait that is listed."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await event.wait()
+    return event.is_set()
+
+
+async def until(event: asyncio.Event, holds: Callable[[], bool]) -> None:
+    """Until it holds, which is looked at whenever the event is set; within a wait of the caller's."""
+    while not holds():
+        event.clear()
+        await event.wait()
 
 
 async def finished(work: Awaitable[object]) -> None:

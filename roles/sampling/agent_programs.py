@@ -30,6 +30,7 @@ import orjson
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.processes.process import exit_text, when_over
 from rondo.runtime.processes.subreaper import END
+from rondo.runtime.waits import happens
 
 _GRACE_S = 2.0
 """A program whose session is over may put its things away for so long."""
@@ -70,9 +71,9 @@ async def play(
     try:
         process = _Process(command, _environment(told, url, place), ends)
         try:
-            late = not await _happens(ends, limit_s)
+            late = not await happens(ends, limit_s)
             if over():
-                await _happens(process.over, _GRACE_S)
+                await happens(process.over, _GRACE_S)
         finally:
             ended, words = await process.close()
         if over():
@@ -159,13 +160,6 @@ class _Process:
         assert self._process.stderr is not None
         self._process.stderr.close()
         return code, self._words.decode(errors="replace").strip()
-
-
-async def _happens(event: asyncio.Event, limit_s: float) -> bool:
-    """Whether it does, before so long."""
-    with suppress(TimeoutError):
-        await asyncio.wait_for(event.wait(), limit_s)
-    return event.is_set()
 
 
 def _output(path: Path) -> Any:

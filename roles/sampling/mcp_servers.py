@@ -27,6 +27,7 @@ import orjson
 
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import in_one_line
+from rondo.runtime.waits import happens
 
 _SETTING = "rollout.environment.mcp"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 10.0
@@ -114,9 +115,7 @@ class _Server:
 
     async def open(self, limit_s: float) -> None:
         self._keeping = asyncio.create_task(self._keep(), name=f"mcp {self._name}")
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._connected.wait(), limit_s)
-        if not self._connected.is_set():
+        if not await happens(self._connected, limit_s):
             raise ConfigError(
                 f"{_SETTING}.{self._name} must answer within {limit_s:g} s, got {self._why}. Run it alone"
             )

@@ -30,6 +30,7 @@ from rondo.roles.engines.engine import Completion, Engine, Prefix, Request, Samp
 from rondo.roles.engines.stops import Reading
 from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.errors import Closed, ConfigError, CorruptData, RondoError
+from rondo.runtime.waits import until
 
 PauseMode = Literal["abort", "retract", "in_place"]
 
@@ -117,9 +118,7 @@ class _Turn:
 
     async def __aenter__(self) -> None:
         async with self._line:
-            while self._inside >= self._most():
-                self._left.clear()
-                await self._left.wait()
+            await until(self._left, lambda: self._inside < self._most())
             self._inside += 1
 
     async def __aexit__(self, *_: object) -> None:
@@ -138,7 +137,7 @@ class Requests:
         self.tokenizer = tokenizer
         self._asked: dict[str, _Asked] = {}
         self._num_answered = self._num_requests = 0
-        self._closing = False
+        self.closing = False
         self.paused: PauseMode | None = None
         self._changed = asyncio.Event()
 
@@ -146,10 +145,6 @@ class Requests:
     def num_asked(self) -> int:
         """Requests that are being answered, those that wait for the end of a pause included."""
         return len(self._asked)
-
-    @property
-    def closing(self) -> bool:
-        return self._closing
 
     # ---- answers ----------------------------------------------------------------------------------------------------
 
@@ -204,7 +199,7 @@ class Requests:
     async def answer(self, ask: Ask, on_part: OnPart | None = None, *, turn: _Turn | None = None) -> Answer:
         """One sample, whole; `on_part` is told of its beginnings. ConfigError for what the engine cannot take. Samples of one
         `turn` wait for each other."""
-        if self._closing:
+        if self.closing:
             raise Closed("the server must be open for a request, got one while it ends. Ask another server")
         if ask.key in self._asked:
             raise ConfigError(f"rid must be unique among the requests in flight, got {ask.rid!r} twice. Rename one")
@@ -231,9 +226,7 @@ class Requests:
         )  # fmt: skip
         done = ended_with(request, "cancelled", None)
         while True:
-            while self.paused is not None and not asked.aborted:
-                asked.wake.clear()
-                await asked.wake.wait()
+            await until(asked.wake, lambda: self.paused is None or asked.aborted)
             if asked.aborted:
                 return done
             asked.retracted, asked.inside = False, True
@@ -308,7 +301,7 @@ class Requests:
             asked.wake.set()
             if asked.inside:
                 engine.cancel(asked.request_id)
-        await self._until(lambda: not any(asked.inside for asked in self._asked.values()))
+        await until(self._changed, lambda: not any(asked.inside for asked in self._asked.values()))
 
     def resume(self) -> None:
         """Ends a pause."""
@@ -320,27 +313,18 @@ class Requests:
 
     async def drain(self) -> None:
         """Takes no more requests, and returns once those in flight are answered. What waits behind a pause is aborted."""
-        self._closing = True
+        self.closing = True
         if self.paused is not None:
             self.abort(None)
             self.resume()
-        await self._until(lambda: not self._asked)
-
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            self._changed.clear()
-            await self._changed.wait()
+        await until(self._changed, lambda: not self._asked)
 
 
 async def _drop(tasks: Sequence[asyncio.Future[Any]]) -> None:
     """Cancels what is left and waits until it has left the engine; errors other than the first are of no more interest."""
     for task in tasks:
         task.cancel()
-    if tasks:
-        await asyncio.wait(tasks)
-    for task in tasks:
-        if not task.cancelled():
-            task.exception()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def one_seed(seed: int, index: int) -> int:

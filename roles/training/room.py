@@ -13,7 +13,6 @@ and answers on all ranks alike whether it was made or gave way to that one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import time
 from collections.abc import Awaitable, Callable
@@ -23,7 +22,7 @@ from rondo.roles.config import JobConfig
 from rondo.runtime.checkpoints import NoRoom
 from rondo.runtime.errors import DeadlineExceeded, Fatal
 from rondo.runtime.supervision.heartbeat import SAVE
-from rondo.runtime.waits import waiting
+from rondo.runtime.waits import happens, waiting
 from rondo.runtime.worker.context import WorkerContext
 
 NO_ROOM = "no_room"
@@ -60,8 +59,7 @@ async def when_there_is_room(
                 sizes = {"needed_bytes": missing.needed_bytes, "free_bytes": missing.free_bytes, "waited_s": waited_s}
                 await ctx.report(NO_ROOM, {"version": version, "path": str(missing.place), **sizes})
             with section():
-                with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(newer.wait(), LOOK_S)
+                await happens(newer, LOOK_S)
                 waited_s = time.monotonic() - began
                 try:
                     return waited_s if await attempt(newer.is_set()) else None

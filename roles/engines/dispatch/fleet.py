@@ -19,7 +19,6 @@ is asked again for ever.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +30,7 @@ from rondo.roles.engines.dispatch.breaker import Breaker
 from rondo.roles.engines.engine import Engine, Request, SamplingParams
 from rondo.roles.engines.faults import Fault, fault_of, is_full
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, PeerGone
-from rondo.runtime.waits import wait_for, waiting
+from rondo.runtime.waits import happens, until, wait_for, waiting
 
 _UNKNOWN_SLOTS = 256
 
@@ -172,7 +171,8 @@ class Fleet:
         """Set at every change; whoever waits for one clears it first."""
         self.routable: list[Member] = []
         """Those that may be given work, full or not."""
-        self._version = -1
+        self.version = -1
+        """The oldest proved version among the engines that serve; while none does, what it was last."""
         self.owner, self._chance = owner, chance
         self._watchers: dict[Member, asyncio.Task[None]] = {}
 
@@ -181,11 +181,6 @@ class Fleet:
     def candidates(self) -> list[Member]:
         """Those that may be given one more request now."""
         return [m for m in self.routable if m.in_flight < m.limit]
-
-    @property
-    def version(self) -> int:
-        """The oldest proved version among the engines that serve; while none does, what it was last."""
-        return self._version
 
     def missing(self) -> tuple[tuple[str, str], ...]:
         """Every engine that is not routable, and why."""
@@ -213,7 +208,7 @@ class Fleet:
         self.routable = [m for m in serving if not m.updating and m.breaker.closed]
         proved = [m.proved for m in serving if m.proved is not None]
         if proved:
-            self._version = min(proved)
+            self.version = min(proved)
         self.moved.set()
         self.owner.changed()
 
@@ -252,7 +247,7 @@ class Fleet:
         self.update()
         try:
             async with waiting("engine to drain", peer=member.name, deadline_s=deadline_s):
-                await self._until(lambda: not (member.in_flight or member.updating))
+                await until(self.moved, lambda: not (member.in_flight or member.updating))
         except DeadlineExceeded:
             self.owner.lose(member, silent=False)
         except BaseException:
@@ -268,20 +263,14 @@ class Fleet:
         watcher.cancel()  # and an update that it gives
         await asyncio.wait([watcher])
         async with waiting("engine to let go", peer=member.name, deadline_s=None):
-            await self._until(lambda: not (member.in_flight or member.updating))
+            await until(self.moved, lambda: not (member.in_flight or member.updating))
         self.members.remove(member)
         self.update()
-
-    async def _until(self, holds: Callable[[], bool]) -> None:
-        while not holds():
-            self.moved.clear()
-            await self.moved.wait()
 
     async def close(self) -> None:
         for task in self._watchers.values():
             task.cancel()
-        if self._watchers:
-            await asyncio.wait(self._watchers.values())
+        await asyncio.gather(*self._watchers.values(), return_exceptions=True)
 
     def _watched(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
@@ -320,9 +309,7 @@ class Fleet:
                     await self._try(member)
                 await self.owner.repair(member)
             self.owner.seen(member)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._pause_s(member)):
-                    await member.wake.wait()
+            await happens(member.wake, self._pause_s(member))
 
     def _pause_s(self, member: Member) -> float:
         limits = self.limits
