@@ -48,13 +48,7 @@ async def there(ctx: WorkerContext, job: Job, role: str, serving: AbstractAsyncC
     async with serving as watching:
         await ctx.ready()
         over = job.bus.call("weights", f"{role}.{ctx.rank}", _NEVER, deadline_s=POLL_S)
-        tasks = [asyncio.ensure_future(each) for each in (over, ctx.stopping.wait(), watching())]
-        try:
-            [first, *_], _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            first.result()
-        finally:
-            for task in tasks:
-                task.cancel()
+        await first_of((over, ctx.stopping.wait(), watching()))
 
 
 class GenrmRole:

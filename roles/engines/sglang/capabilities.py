@@ -5,7 +5,7 @@ silently leave out, and says so where a run needs it.
 
     found = await probe(client)
     found.seeds                # False: the server takes a seed for a sample, and does not use it
-    found.report()             # for events.jsonl
+    asdict(found)              # for events.jsonl
 
 Invariant: what is reported was told or shown by this server, and is not concluded from its version, but for one thing: the
 spans of weight versions, which nothing tells before the first answer; that answer is asked for here.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,6 @@ class Capabilities:
     media: tuple[Modality, ...]
     takes_processed_media: bool
     """Media as the trainer's own processor made them, so that both see the same numbers."""
-
-    def report(self) -> dict[str, Any]:
-        """All of it as JSON values."""
-        return asdict(self)
 
 
 async def probe(client: SGLangClient, *, processed_media: bool = False) -> Capabilities:

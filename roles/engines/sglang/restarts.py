@@ -23,7 +23,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from rondo.roles.engines.dispatch.installing import Reload
@@ -104,7 +104,8 @@ class KeptEngine:
         self._silent_s = silent_s
         self._tell = tell
         self._clock, self._sleep = clock, sleep
-        self._engine: SGLangEngine | None = None
+        self.engine: SGLangEngine | None = None
+        """Over the server that is there now."""
         self._why = "it has not started yet"
         """While no server is there."""
         self._lost_at: float | None = None
@@ -144,15 +145,15 @@ class KeptEngine:
             await client.__aexit__()
             raise
         engine.wake = self._wake
-        self._engine = engine
-        await self._tell("sglang", {"server": self.server.name, **engine.capabilities.report()})
+        self.engine = engine
+        await self._tell("sglang", {"server": self.server.name, **asdict(engine.capabilities)})
 
     async def keep(self) -> None:
         """Replaces servers that leave or are of no use, with growing pauses, until the engine is closed."""
         in_a_row = 0
         while not self._is_closed():
-            if self._engine is not None:
-                self._why = await first_of([self.server.gone(), self._silent(self._engine)])
+            if self.engine is not None:
+                self._why = await first_of([self.server.gone(), self._silent(self.engine)])
                 if self._is_closed():  # it was ended here
                     return
                 done_before = self._before.num_completed
@@ -214,7 +215,7 @@ class KeptEngine:
     async def _lose(self) -> None:
         """What is under way ends with PeerGone."""
         self._lost_at = self._clock()
-        engine, self._engine = self._engine, None
+        engine, self.engine = self.engine, None
         if engine is not None:
             self._before += engine.stats().ended()
             await engine.close(PeerGone(f"the SGLang server {self.server.name} must stay, got {self._why}. Ask again"))
@@ -223,25 +224,20 @@ class KeptEngine:
 
     @property
     def version(self) -> int:
-        return STRANGE if self._engine is None else self._engine.version
-
-    @property
-    def engine(self) -> SGLangEngine | None:
-        """The engine over the server that is there now."""
-        return self._engine
+        return STRANGE if self.engine is None else self.engine.version
 
     async def generate(self, request: Request) -> Completion:
         return await self._there().generate(request)
 
     def cancel(self, request_id: str) -> None:
-        if self._engine is not None:
-            self._engine.cancel(request_id)
+        if self.engine is not None:
+            self.engine.cancel(request_id)
 
     async def update_weights(self, version: int, tensors: Mapping[str, torch.Tensor]) -> None:
         async with self._updating:
             engine = self._there()
             await self._give(engine, version, tensors)
-            if self._engine is not engine:  # it left as soon as it had them: the next one has none
+            if self.engine is not engine:  # it left as soon as it had them: the next one has none
                 raise self._absent()
             if self._lost_at is not None:
                 after_s, self._lost_at = self._clock() - self._lost_at, None
@@ -268,9 +264,9 @@ class KeptEngine:
         if self._updating.locked():
             return
         async with self._updating:
-            if self._engine is not None:
+            if self.engine is not None:
                 with suppress(PeerGone):  # `keep` learns it next
-                    await self._engine.sleep()
+                    await self.engine.sleep()
 
     async def _wake(self) -> None:
         """The newest weights once more, for all who ask while the server sleeps: those that it had are gone. Raises NotThere
@@ -286,7 +282,7 @@ class KeptEngine:
 
     async def _give_newest(self) -> None:
         async with self._updating:
-            engine = self._engine
+            engine = self.engine
             if engine is None or not engine.asleep:
                 return
             try:
@@ -314,11 +310,11 @@ class KeptEngine:
 
     def progress(self) -> Mapping[str, int]:
         """Of none while no server is there."""
-        return {} if self._engine is None else self._engine.progress()
+        return {} if self.engine is None else self.engine.progress()
 
     def stats(self) -> EngineStats:
         """Counters go on through restarts."""
-        found = self._before if self._engine is None else self._before + self._engine.stats()
+        found = self._before if self.engine is None else self._before + self.engine.stats()
         return replace(found, version=self.version)
 
     async def close(self) -> None:
@@ -327,7 +323,7 @@ class KeptEngine:
             self._closed = Closed("the engine must be open, got a call after close. Start another engine")
         if self._waking is not None:
             self._waking.cancel()
-        engine, self._engine = self._engine, None
+        engine, self.engine = self.engine, None
         if engine is not None:
             await engine.close()
         await self.server.close()
@@ -338,9 +334,9 @@ class KeptEngine:
     def _there(self) -> SGLangEngine:
         if self._closed is not None:
             raise self._closed
-        if self._engine is None:
+        if self.engine is None:
             raise self._absent()
-        return self._engine
+        return self.engine
 
     def _absent(self) -> NotThere:
         return NotThere(f"the SGLang server {self.server.name} must be there, got {self._why}. Ask another")

@@ -84,10 +84,9 @@ class RoutedServers(AttachedServer):
         except BaseException:
             for task in starting:
                 task.cancel()
-            await asyncio.wait(starting)
-            for task in starting:
-                if not task.cancelled() and task.exception() is None:
-                    await task.result().__aexit__()
+            for started in await asyncio.gather(*starting, return_exceptions=True):
+                if isinstance(started, SGLangClient):
+                    await started.__aexit__()
             raise
         client = RouterClient(self.name, [task.result() for task in starting], api_key=self._key)
         await until_there(client, _answers, name=self.name, deadline_s=deadline_s)

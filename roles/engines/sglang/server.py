@@ -27,11 +27,11 @@ import signal
 import socket
 import subprocess
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol, TypeVar
 
 from rondo.roles.engines.sglang.client import ServerError, SGLangClient
 from rondo.roles.engines.sglang.media_items import PACKAGE, PROCESSOR
@@ -45,6 +45,7 @@ from rondo.runtime.waits import wait_for, waiting
 
 LOOPBACK = "127.0.0.1"
 Argument = str | int | float | bool | list[str]
+T = TypeVar("T")
 _POLL_S = 0.25
 _ASK_S = 30.0
 _DEATH_S = 60.0
@@ -315,9 +316,9 @@ async def answers(client: SGLangClient) -> bool:
     return True
 
 
-async def first_of(whys: Iterable[Coroutine[Any, Any, str]]) -> str:
+async def first_of(works: Iterable[Awaitable[T]]) -> T:
     """What the first one to end says; the others are cancelled."""
-    tasks = [asyncio.create_task(why) for why in whys]
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         return done.pop().result()

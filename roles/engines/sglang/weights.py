@@ -87,15 +87,11 @@ class ServerWeights:
         self._model: ModelFolder | None = None
         self._recipes: Recipes | None = None
         self._memory = ServerMemory(client)
-        self._proof: Proof | None = None
+        self.proof: Proof | None = None
+        """What is proved of the weights that it serves; None before the first update and after one that failed."""
         self._stats: UpdateStats | None = None
         self._sessions = True
         self._updating = asyncio.Lock()
-
-    @property
-    def proof(self) -> Proof | None:
-        """What is proved of the weights that it serves; None before the first update and after one that failed."""
-        return self._proof
 
     def stats(self) -> UpdateStats | None:
         return self._stats
@@ -105,7 +101,7 @@ class ServerWeights:
 
         Raises ConfigError where the way cannot be gone.
         """
-        self._proof = None
+        self.proof = None
         info = await self._client.get("/server_info", deadline_s=CALL_DEADLINE_S)
         self._model = model = await asyncio.to_thread(ModelFolder.of, self._model_path)
         self._transfer = self._made(info, model)
@@ -131,7 +127,7 @@ class ServerWeights:
                 paused = time.monotonic()
                 try:
                     await self._pause()
-                    self._proof = None
+                    self.proof = None
                     proof: Proof | None = None
                     num_sendings = 0
                     while proof is None:
@@ -144,7 +140,7 @@ class ServerWeights:
                     await finished(self._give_up(transfer, version, error))
                     raise
                 await self._continue()
-                self._proof, now = proof, time.monotonic()
+                self.proof, now = proof, time.monotonic()
                 num_bytes = sum(tensor.nbytes for tensor in tensors.values())
                 self._stats = UpdateStats(version, num_bytes, now - began, now - paused, num_sendings)
                 await transfer.proved(name)
@@ -161,7 +157,7 @@ class ServerWeights:
         it again: the weights' before, the cache's after them. Only one on a GPU with `--enable-memory-saver` frees anything."""
         async with self._updating:
             if not self.asleep:
-                self._proof = None
+                self.proof = None
                 await self._memory.release()
 
     async def close(self) -> None:
@@ -212,7 +208,7 @@ class ServerWeights:
 
     async def _give_up(self, transfer: Transfer, version: int, error: BaseException) -> None:
         """Leave the server generating, its tokens marked; what fails here is told beside the first error."""
-        if self._proof is None:
+        if self.proof is None:
             await transfer.refused(str(version))
             mark = {"new_version": f"{UNPROVED}{version}", "abort_all_requests": False}
             await beside(self._client, error, "/update_weight_version", mark)

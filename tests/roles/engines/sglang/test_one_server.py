@@ -7,7 +7,7 @@ import base64
 import json
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -339,7 +339,7 @@ async def test_a_server_is_asked_what_it_can_do(
     assert (found.version, found.version_spans) == ("0.5.23", True)
     assert found.lengths == (Lengths(prompt=33, whole=38) if "max-req-input-len" in arguments else None)
     assert found.log_probs_after_temperature and found.max_running == 8 and found.in_order and found.tells_new_tokens
-    assert json.loads(json.dumps(found.report()))["version"] == "0.5.23"
+    assert json.loads(json.dumps(asdict(found)))["version"] == "0.5.23"
 
 
 async def test_a_server_that_is_too_old_is_refused_with_the_reason(tmp_path: Path) -> None:
