@@ -11,19 +11,12 @@ from __future__ import annotations
 
 from rondo.runtime.face import lazy
 
-_FACE = {
-    "JobConfig": "rondo.roles.config",
-    "DataConfig": "rondo.roles.config",
-    "RewardConfig": "rondo.roles.config",
-    "AlgorithmConfig": "rondo.roles.config",
-    "RolloutConfig": "rondo.roles.config",
-    "EndpointConfig": "rondo.roles.config",
-    "TrainConfig": "rondo.roles.config",
-    "CriticConfig": "rondo.roles.config",
-    "EvalConfig": "rondo.roles.config",
-    "SftConfig": "rondo.roles.config",
-    "DpoConfig": "rondo.roles.config",
-    "RewardModelConfig": "rondo.roles.config",
-}
+_FACE = dict.fromkeys(
+    (
+        "JobConfig", "DataConfig", "RewardConfig", "AlgorithmConfig", "RolloutConfig", "EndpointConfig", "TrainConfig",
+        "CriticConfig", "EvalConfig", "SftConfig", "DpoConfig", "RewardModelConfig",
+    ),
+    "rondo.roles.config",
+)  # fmt: skip
 __all__ = list(_FACE)
 __getattr__ = lazy(__name__, _FACE)
