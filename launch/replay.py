@@ -12,7 +12,6 @@ is said.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -27,6 +26,7 @@ from rondo.launch.report.compare import Comparison, compare, lines
 from rondo.launch.report.records import print_json, read_records
 from rondo.launch.report.view import say
 from rondo.launch.rundir import existing_run, owner, read_json
+from rondo.roles.training.parts import linked
 from rondo.roles.training.trained_samples import steps_of
 from rondo.runtime.checkpoints import check_format, complete, folder_of, goes_on_from, resets, version_of
 from rondo.runtime.errors import ConfigError
@@ -127,16 +127,8 @@ def _link(run: Path, made: Path, version: int) -> None:
     for folder in (source, *(run / name for name in _WEIGHTS)):
         if folder.is_dir():
             shutil.rmtree(target := made / folder.relative_to(run), ignore_errors=True)
-            shutil.copytree(folder, target, copy_function=_linked)
+            shutil.copytree(folder, target, copy_function=linked)
     goes_on_from(made, version, reset=version in resets(run))
-
-
-def _linked(source: str, target: str) -> None:
-    """Files of weights are written once, and never to."""
-    try:
-        os.link(source, target)
-    except OSError:  # another disk, or one without links
-        shutil.copy2(source, target)
 
 
 def _checksums(run: Path, version: int) -> Mapping[str, int]:

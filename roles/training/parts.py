@@ -58,11 +58,12 @@ class Parts:
 
     def take(self, version: int, folder: Path) -> None:
         """Into the checkpoint that is written in `folder`."""
-        shutil.copytree(self.folder(version), folder / self._name, copy_function=_link)
+        shutil.copytree(self.folder(version), folder / self._name, copy_function=linked)
 
 
-def _link(source: str, target: str) -> None:
+def linked(source: str, target: str) -> None:
+    """Files of weights are written once, and never to."""
     try:
         os.link(source, target)
-    except OSError:  # a file system without links
+    except OSError:  # another disk, or one without links
         shutil.copy2(source, target)
