@@ -8,8 +8,8 @@ with a replica and a process of its pools, of tools or of rewards, killed by SIG
 
 - slots used: of all slot seconds from the moment at which all slots were taken, to the last lease that was given: while work
   waits.
-- a turn's overhead: processor time of the rollout process a turn, all of it, with the waiting engine's own and the timers of the
-  tools, between the same moments.
+- a turn's overhead: processor time of the rollout process a turn, all of it, with the timers of the waiting engine and of the
+  tools, between the same moments; and what of that the waiting engine takes to draw and make its answers (`engine_cpu_us`).
 - memory an episode: what the process takes more at its most than before its first one, over the episodes that it had open then.
 - lost and twice: from the journal, at the end of the run.
 
@@ -54,6 +54,7 @@ def figures_of(lines: list[dict[str, Any]]) -> dict[str, float] | None:
         "seconds": end["at"] - begin["at"],
         "slots": (end["slot_s"] - begin["slot_s"]) / (end["at"] - begin["at"]) / begin["num_slots"],
         "turn_cpu_us": (end["cpu_s"] - begin["cpu_s"]) / turns * 1e6,
+        "engine_cpu_us": (end["engine_cpu_s"] - begin["engine_cpu_s"]) / turns * 1e6,
         "turns": turns,
         "tool_s": (end["tool_s"] - begin["tool_s"]) / turns,
         "open": most["open"],
@@ -103,6 +104,7 @@ def main() -> None:
         "tool_s_per_turn": round(statistics.mean(life["tool_s"] for life in lives), 3),
         "turns": sum(life["turns"] for life in lives),
         "turn_cpu_us": round(statistics.mean(life["turn_cpu_us"] for life in lives), 1),
+        "engine_cpu_us": round(statistics.mean(life["engine_cpu_us"] for life in lives), 1),
         "episode_kb": round(statistics.mean(life["episode_kb"] for life in lives), 1),
         "episodes": calm["samples_trained"],
         "lost": calm["samples_lost"],

@@ -120,6 +120,7 @@ class WaitingEngine:
         self._ids = set[str]()
         self._turns = self._cancelled = self._tokens = 0
         self._slot_s, self._since = 0.0, time.monotonic()
+        self._cpu_s = 0.0
         self._told = asyncio.create_task(self._tell(ctx.run_dir / f"agents.{ctx.group}.{ctx.incarnation}.jsonl"))
 
     @property
@@ -127,8 +128,10 @@ class WaitingEngine:
         return self._version
 
     async def generate(self, request: Request) -> Completion:
+        began = time.thread_time()
         draw = random.Random(f"{request.seed}.{len(request.sequence)}")
         what = draw.choices(list(TURNS), [1 - ADDS - ENDS, ADDS, ENDS])[0]
+        self._cpu_s += time.thread_time() - began
         self._ids.add(request.id)
         try:
             if self._running >= self._num_slots:
@@ -148,21 +151,23 @@ class WaitingEngine:
                 self._free()
         finally:
             self._ids.discard(request.id)
+        began = time.thread_time()
         self._turns += 1
         tokens = self._said[what]
         done = Completion(
             request.id, tokens, np.full(len(tokens), -1.0, np.float32), np.full(len(tokens), self._version, np.int32), "stop"
         )  # fmt: skip
         self._tokens += len(tokens)
-        if (before := request.prefix) is None:
-            return done
-        return Completion(
-            request.id,
-            np.concatenate((before.tokens, done.tokens)),
-            np.concatenate((before.log_probs, done.log_probs)),
-            np.concatenate((before.policy_versions, done.policy_versions)),
-            "stop",
-        )
+        if (before := request.prefix) is not None:
+            done = Completion(
+                request.id,
+                np.concatenate((before.tokens, done.tokens)),
+                np.concatenate((before.log_probs, done.log_probs)),
+                np.concatenate((before.policy_versions, done.policy_versions)),
+                "stop",
+            )
+        self._cpu_s += time.thread_time() - began
+        return done
 
     def _took(self, more: int) -> None:
         now = time.monotonic()
@@ -203,7 +208,8 @@ class WaitingEngine:
                 stats, times = self.stats(), time.process_time()
                 line = {
                     "at": time.monotonic(), "slot_s": self._slot_s, "num_slots": self._num_slots, "running": stats.num_running,
-                    "waiting": stats.num_waiting, "turns": self._turns, "cpu_s": times, "rss": process.memory_info().rss,
+                    "waiting": stats.num_waiting, "turns": self._turns, "cpu_s": times, "engine_cpu_s": self._cpu_s,
+                    "rss": process.memory_info().rss,
                     "open": Episode.open, "most": Episode.most, "tool_s": Episode.tool_s, "leases": AgentsRollout.leases,
                 }  # fmt: skip
                 file.write(json.dumps(line) + "\n")

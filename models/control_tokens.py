@@ -45,7 +45,7 @@ def encoded(tokenizer: Any, text: str) -> np.ndarray:
     with _encoding:
         if MARK in text:
             tokens = tokenizer(text, add_special_tokens=False, sanitize_control_tokens=True)["input_ids"]
-        elif (backend := _backend(tokenizer)) is None or backend.encode_special_tokens or backend.truncation:
+        elif (backend := backend_of(tokenizer)) is None or backend.encode_special_tokens or backend.truncation:
             tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
         else:  # the same, in a third of the time
             tokens = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
@@ -63,15 +63,13 @@ def without_marks(text: str) -> str:
 
 
 @functools.lru_cache(16)
-def _backend(tokenizer: Any) -> Any:
-    """What makes the tokens of one that does nothing else to a text; None of others."""
-    from transformers import PreTrainedTokenizerBase, TokenizersBackend
+def backend_of(tokenizer: Any) -> Any:
+    """What makes the tokens of one that is transformers' own in texts and chat templates; None of others."""
+    from transformers import TokenizersBackend as Usual
 
-    kind = type(tokenizer)
-    own = (
-        kind.__call__ is not PreTrainedTokenizerBase.__call__ or kind._encode_plus is not TokenizersBackend._encode_plus
-    )
-    return None if own or tokenizer.split_special_tokens else tokenizer.backend_tokenizer
+    names, kind = ("__call__", "apply_chat_template", "_encode_plus"), type(tokenizer)
+    usual = isinstance(tokenizer, Usual) and all(getattr(kind, name) is getattr(Usual, name) for name in names)
+    return tokenizer.backend_tokenizer if usual and not tokenizer.split_special_tokens else None
 
 
 @functools.lru_cache(16)

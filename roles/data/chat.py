@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
-from rondo.models.control_tokens import spelt
+from rondo.models.control_tokens import backend_of, spelt
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.prompts import has_media, messages_of, of_text, template_args
 
@@ -35,8 +35,8 @@ _PLAIN, _CLOSED = "R", "T\n</think>\n\nR"
 _THOUGHT = f"<think>\n{_CLOSED}"
 _SAID = frozenset(("role", "content", "name", "tool_call_id"))
 _GIVEN = frozenset(("add_generation_prompt", "enable_thinking", "tools"))
-_TOLD = "40917."
-"""What stands for what is said, where a template is asked whether it tells that."""
+_TOLD = "40917."  # stands for what is said, where a template is asked whether it tells that
+_TEXT = {"type": "text", "text": "U"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,8 @@ class Chat:
             return None
         own = template_args(row, config)
         own.pop("continue_final_message", None)
-        args = own | {"add_generation_prompt": True}
-        plain = own.keys() <= _GIVEN and _is_plain(own) and _has_template(tokenizer)
-        return cls(tokenizer, row.name, messages_of(row, config), args, plain)
+        plain = own.keys() <= _GIVEN and _is_plain([own, tokenizer.chat_template]) and backend_of(tokenizer) is not None
+        return cls(tokenizer, row.name, messages_of(row, config), own | {"add_generation_prompt": True}, plain)
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The conversation up to where the policy goes on. Control tokens that somebody spells since the row are marked
@@ -110,7 +109,7 @@ class Chat:
         told = []
         for at, each in enumerate(said):
             content, text = each["content"], f"{_TOLD}{at}."
-            told.append({**each, "content": [*content, _text(text)] if isinstance(content, list) else text})
+            told.append({**each, "content": [*content, {**_TEXT, "text": text}] if isinstance(content, list) else text})
         whole = self._written([*stand_ins, *told])
         for at, each in enumerate(said):
             if f"{_TOLD}{at}." not in whole:
@@ -125,13 +124,6 @@ class Chat:
 def _start_of(tokenizer: Any, form: bytes) -> str:
     _, args, stand_ins, said, plain = orjson.loads(form)
     return Chat(tokenizer, "", (), args, plain)._looked(stand_ins, said)
-
-
-def _has_template(tokenizer: Any) -> bool:
-    """Whether it writes messages in transformers' own way, by one template."""
-    from transformers import PreTrainedTokenizerBase as Base
-
-    return type(tokenizer).apply_chat_template is Base.apply_chat_template and isinstance(tokenizer.chat_template, str)
 
 
 def _is_plain(value: Any) -> bool:
@@ -181,14 +173,10 @@ def _stand_in(message: Message) -> dict[str, Any]:
         return dict(message)
     content = "U" if message["role"] != "assistant" else _PLAIN
     if isinstance(text, list):  # media that a template may count
-        return {**message, "content": [*(part for part in text if part.get("type") != "text"), _text("U")]}
+        return {**message, "content": [*(part for part in text if part.get("type") != "text"), _TEXT]}
     if content == _PLAIN and "</think>" in text:
         content = _THOUGHT if "<think>" in text else _CLOSED  # the prompt may have opened them
     return {**message, "content": content}
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
 
 
 def _message(role: str, content: str) -> dict[str, Any]:
