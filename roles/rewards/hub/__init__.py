@@ -13,16 +13,26 @@ from __future__ import annotations
 
 from rondo.runtime.face import lazy
 
-_NAMES = {
-    "answers": ("exact", "boxed", "gsm8k", "multiple_choice", "gpqa", "f1"),
-    "minerva": ("dapo",),
-    "symbolic": ("math", "deepscaler", "geo3k", "openr1mm"),
-    "programs": ("code",),
-    "instructions": ("ifeval", "ifbench"),
-    "service": ("remote",),
-    "gym": ("reasoning_gym",),
-    "forms": ("tags", "format", "random"),
+_FACE = {
+    "exact": "rondo.roles.rewards.hub.answers",
+    "boxed": "rondo.roles.rewards.hub.answers",
+    "gsm8k": "rondo.roles.rewards.hub.answers",
+    "multiple_choice": "rondo.roles.rewards.hub.answers",
+    "gpqa": "rondo.roles.rewards.hub.answers",
+    "f1": "rondo.roles.rewards.hub.answers",
+    "dapo": "rondo.roles.rewards.hub.minerva",
+    "math": "rondo.roles.rewards.hub.symbolic",
+    "deepscaler": "rondo.roles.rewards.hub.symbolic",
+    "geo3k": "rondo.roles.rewards.hub.symbolic",
+    "openr1mm": "rondo.roles.rewards.hub.symbolic",
+    "code": "rondo.roles.rewards.hub.programs",
+    "ifeval": "rondo.roles.rewards.hub.instructions",
+    "ifbench": "rondo.roles.rewards.hub.instructions",
+    "remote": "rondo.roles.rewards.hub.service",
+    "reasoning_gym": "rondo.roles.rewards.hub.gym",
+    "tags": "rondo.roles.rewards.hub.forms",
+    "format": "rondo.roles.rewards.hub.forms",
+    "random": "rondo.roles.rewards.hub.forms",
 }
-_FACE = {name: f"{__name__}.{file}" for file, names in _NAMES.items() for name in names}
 __all__ = list(_FACE)
 __getattr__ = lazy(__name__, _FACE)
