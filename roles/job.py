@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,19 +157,24 @@ def groups_of(made: Round) -> list[int]:
     return list(dict.fromkeys(row.group for row in made.rows))
 
 
-@asynccontextmanager
-async def follow(
+def follow(
     ctx: WorkerContext, job: Job, role: str, install: Install, turn: Turn = nullcontext, every: int = 1
-) -> AsyncIterator[asyncio.Event]:
+) -> AbstractAsyncContextManager[asyncio.Event]:
     """Install every newly published version while the body runs; the event is set once the first one is proved. `every`: of so
     many one, the first that comes from each multiple on.
 
     `install` gets views into the slab, verified by checksum, and must have copied them when it returns. It runs inside of `turn`,
     which is told where they lie: "slot", "attempt", "version" and "checksum".
     """
+    return following(functools.partial(_follow, ctx, job, role, install, turn, every))
+
+
+@asynccontextmanager
+async def following(follower: Callable[[asyncio.Event], Coroutine[Any, Any, None]]) -> AsyncIterator[asyncio.Event]:
+    """The follower, which sets the event, beside the body: one that fails ends that with its error."""
     first = asyncio.Event()
-    async with asyncio.TaskGroup() as tasks:  # a follower that fails ends the body with its error
-        task = tasks.create_task(_follow(ctx, job, role, install, turn, first, every))
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(follower(first))
         try:
             yield first
         finally:
@@ -177,7 +182,7 @@ async def follow(
 
 
 async def _follow(
-    ctx: WorkerContext, job: Job, role: str, install: Install, turn: Turn, first: asyncio.Event, every: int
+    ctx: WorkerContext, job: Job, role: str, install: Install, turn: Turn, every: int, first: asyncio.Event
 ) -> None:
     from rondo.comm.weights.slab import WeightSlab  # needs torch, which a role without weights does without
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from rondo.roles.engines.embedded.shared_weights import Flip, Lent
 from rondo.roles.engines.embedded.slots import SlotEngine
 from rondo.roles.engines.embedded.time_share import Share
 from rondo.roles.engines.engine import STALL_S, Engine
-from rondo.roles.job import SLAB, Job, follow
+from rondo.roles.job import SLAB, Job, follow, following
 from rondo.roles.training.determinism import settle
 from rondo.roles.training.mismatch import Canary
 from rondo.runtime.errors import Closed, ConfigError
@@ -238,20 +238,11 @@ class Replica:
             tells_experts=tells_experts,
         )
 
-    @asynccontextmanager
-    async def follow(self) -> AsyncIterator[asyncio.Event]:
+    def follow(self) -> AbstractAsyncContextManager[asyncio.Event]:
         """Serves every new version while the body runs; the event is set once the first one is proved."""
         if self._lent is None:
-            async with follow(self._ctx, self._job, ROLE, self._install) as first:
-                yield first
-            return
-        first = asyncio.Event()
-        async with asyncio.TaskGroup() as tasks:
-            task = tasks.create_task(self._flip(self._lent, first))
-            try:
-                yield first
-            finally:
-                task.cancel()
+            return follow(self._ctx, self._job, ROLE, self._install)
+        return following(functools.partial(self._flip, self._lent))
 
     async def _install(self, version: int, tensors: Mapping[str, Any]) -> None:
         async with self._installing:
