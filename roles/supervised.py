@@ -29,7 +29,7 @@ from rondo.roles.job import open_settings, roles_of
 from rondo.roles.sampling.versions import Versions
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.preference import PreferenceLoss
-from rondo.roles.training.room import save_last, when_there_is_room
+from rondo.roles.training.room import save_last, saved, when_there_is_room
 from rondo.roles.training.supervised import Learning
 from rondo.roles.training.warm_up import open_learning
 from rondo.runtime.checkpoints import NoRoom, complete, folder_of, newest_complete, resets
@@ -246,7 +246,7 @@ class SupervisedRole:
                 ctx, attempt, version=version, section=contextlib.nullcontext, deadline_s=None, newer=newer
             )
             if waited_s is not None:
-                await self._saved(version, folder, began + waited_s, pause_s)
+                await saved(ctx, version, folder, 0, began + waited_s, pause_s)
 
         self._writing = tasks.create_task(write(), name="save")
 
@@ -266,9 +266,4 @@ class SupervisedRole:
         else:
             return
         waited_s = await save_last(self._ctx, self._config, version, save)
-        await self._saved(version, folder, began + waited_s, time.monotonic() - began - waited_s)
-
-    async def _saved(self, version: int, folder: Path, since: float, pause_s: float) -> None:
-        if self._ctx.rank == 0:
-            took = {"save_s": time.monotonic() - since, "pause_s": pause_s}
-            await self._ctx.report("checkpoint", {"version": version, "path": str(folder), "num_samples": 0} | took)
+        await saved(self._ctx, version, folder, 0, began + waited_s, time.monotonic() - began - waited_s)

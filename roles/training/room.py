@@ -17,6 +17,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 from rondo.roles.config import JobConfig
 from rondo.runtime.checkpoints import NoRoom
@@ -85,6 +86,15 @@ async def save_last(ctx: WorkerContext, config: JobConfig, version: int, save: C
     except DeadlineExceeded as error:
         raise Fatal(str(error)) from error
     return waited_s or 0.0
+
+
+async def saved(ctx: WorkerContext, version: int, folder: Path, num_samples: int, since: float, pause_s: float) -> None:
+    """Tell of a whole checkpoint, begun at `since` (room that was waited for left out), for which training stood still for
+    `pause_s`, and of the untrained samples in it."""
+    if ctx.rank == 0:
+        took = {"save_s": time.monotonic() - since, "pause_s": pause_s}
+        figures = {"version": version, "path": str(folder), "num_samples": num_samples} | took
+        await ctx.report("checkpoint", figures)
 
 
 def _show(missing: NoRoom) -> str:

@@ -30,7 +30,7 @@ from rondo.comm.weights.snapshot import HotSnapshot
 from rondo.roles.resumed import KeptRow, copy_samples, write_samples
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.parts import Parts
-from rondo.roles.training.room import save_last, when_there_is_room
+from rondo.roles.training.room import save_last, saved, when_there_is_room
 from rondo.runtime.checkpoints import complete, folder_of
 from rondo.runtime.errors import DeadlineExceeded
 from rondo.runtime.supervision.heartbeat import SAVE
@@ -129,7 +129,7 @@ class Saving:
             path = self._job.model_path
             save = functools.partial(self._trainer.save, folder, extra, beside, tokenizer_path=path)
             since += await save_last(ctx, self._job.config, version, save)
-            await self._saved(version, folder, len(kept), since, time.monotonic() - since)
+            await saved(ctx, version, folder, len(kept), since, time.monotonic() - since)
             return
 
         self._version, self._gave_way = version, False
@@ -155,7 +155,7 @@ class Saving:
                 if ctx.rank == 0:
                     self._parts.none_before(version + self._gave_way)
             elif waited_s is not None:
-                await self._saved(version, folder, len(kept), since + waited_s, pause_s)
+                await saved(ctx, version, folder, len(kept), since + waited_s, pause_s)
 
         self._writing = self._beside(write_beside(time.monotonic() - since), "save")
 
@@ -191,11 +191,3 @@ class Saving:
         with self._ctx.span("save", part="wait", beside="settle"):
             async with waiting("snapshot", peer="storage", deadline_s=self._job.config.supervision.save_s):
                 await asyncio.wait([self._writing])
-
-    async def _saved(self, version: int, folder: Path, num_samples: int, since: float, pause_s: float) -> None:
-        """Tell of a whole checkpoint, begun at `since` (room that was waited for left out), for which training stood still for
-        `pause_s`, and of the untrained samples in it."""
-        if self._ctx.rank == 0:
-            took = {"save_s": time.monotonic() - since, "pause_s": pause_s}
-            figures = {"version": version, "path": str(folder), "num_samples": num_samples} | took
-            await self._ctx.report("checkpoint", figures)

@@ -207,8 +207,7 @@ class TrainableRole:
         `step` again."""
         if self._trainer.moved or self._withdrawn:
             assert self._snapshot is not None  # the settings ask for one where it may be needed
-            tensors, state = self._snapshot.read(step)
-            await self._ctx.compute(self._trainer.load_state, tensors, state)
+            await self._ctx.compute(self._trainer.load_state, *self._snapshot.read(step))
         self._trainer.discard()
 
     async def _committed(self, version: int) -> bool:
@@ -240,8 +239,7 @@ class TrainableRole:
     async def _restore(self) -> int | None:
         """The committed version, in this process; version 0 is made where there is none. None: it was not made, since the run is
         being stopped."""
-        committed = await self._job.bus.call("committed")
-        version = committed["version"]
+        version = (await self._job.bus.call("committed"))["version"]
         if version is None:
             return await self._begin()
         fresh = resets(self._ctx.run_dir)
@@ -250,8 +248,7 @@ class TrainableRole:
         held = self._snapshot is not None and version in self._snapshot.versions()
         (num_holding,) = await self._ctx.compute(self._trainer.sum_over_ranks, [float(held)])
         if self._snapshot is not None and num_holding == self._ctx.world_size:
-            tensors, state = self._snapshot.read(version)
-            await self._ctx.compute(self._trainer.load_state, tensors, state)
+            await self._ctx.compute(self._trainer.load_state, *self._snapshot.read(version))
             await self._prove(version, self._snapshot.checksum(version))
             return int(version)
         folder = newest_complete(self._ctx.run_dir / "checkpoints")
