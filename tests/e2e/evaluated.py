@@ -54,7 +54,6 @@ config = RunConfig(
     num_steps=8,
     max_staleness=2,
     groups=hybrid(rollout_replicas=2),
-    roles={"rollout": "tests.e2e.held:HeldRollout"},
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
     data=DataConfig(rows=words, shuffle=False, held_out=4),
     evaluation=EvalConfig(

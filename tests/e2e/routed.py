@@ -86,7 +86,7 @@ def config_of(folder: Path, mode: str, media: str = "") -> RunConfig:
 
 
 def diverted(spec: GroupSpec, *, forget: bool, replay: str) -> GroupSpec:
-    other = {"actor": "ForgetfulActor" if forget else "DivertedActor", "rollout": "HeldRollout"}
+    other = {"actor": "ForgetfulActor" if forget else "DivertedActor"}
     if replay == "r3":
         other["actor_fwd"] = "DivertedForward"
     roles = [

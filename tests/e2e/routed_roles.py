@@ -17,10 +17,7 @@ from rondo.roles.actor import ActorRole, Read
 from rondo.roles.forward import ActorForwardRole
 from rondo.roles.training.backend import Backend
 from rondo.roles.training.objective import PolicyObjective, TrainRow
-from tests.e2e.held import HeldRollout
 from tests.e2e.routed import NUM_EXPERTS
-
-__all__ = ["HeldRollout"]
 
 
 def divert(model: Any) -> None:
