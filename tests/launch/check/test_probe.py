@@ -34,6 +34,7 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
     process.set_child_subreaper()
     with Nursery() as made:
         made.belong(lambda _: (folder / "nursery.log", os.environ))
+        run_jobs(made, [Job("os:getpid", (), dict(os.environ), folder / "log")], "load", 600.0)
         yield made
     ctypes.CDLL(None).prctl(
         process._PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0
