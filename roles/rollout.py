@@ -38,19 +38,19 @@ from rondo.roles.engines.stops import stops_of
 from rondo.roles.forward import REPORT_S
 from rondo.roles.job import SLAB, Job, open_job
 from rondo.roles.resumed import KeptSamples
+from rondo.roles.rewards.function import UserFunction
 from rondo.roles.rewards.genrm import Genrm, Records
 from rondo.roles.rewards.pool import RewardPool
 from rondo.roles.rewards.scorer import Scorer
 from rondo.roles.sampling.agents import Agents
 from rondo.roles.sampling.environments import Environments
 from rondo.roles.sampling.evaluation import SET, Evaluator, Part, result
-from rondo.roles.sampling.filters import keep_pool
 from rondo.roles.sampling.given import Given
 from rondo.roles.sampling.groups import Lease, PromptGroups, told_of
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.predict import Predictor
 from rondo.roles.sampling.single_turn import single_turn
-from rondo.roles.sampling.teaching import Teaching, context_pool
+from rondo.roles.sampling.teaching import Teaching
 from rondo.roles.sampling.workflow import open_workflow
 from rondo.roles.serve.endpoint import endpoint
 from rondo.roles.streams import base_columns
@@ -110,12 +110,16 @@ class RolloutRole:
             media = MediaPool(job.model_path, config.media, load_deadline_s=ctx.load_s, originals=kept_media)
         keep = None
         if config.rollout.keep is not None:
-            keep = keep_pool(config.rollout.keep, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s)
+            keep = UserFunction(
+                "rondo.roles.sampling.filters:open_keep", {"function": config.rollout.keep}, work="filter",
+                source="rollout.keep", deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s,
+            )  # fmt: skip
         contexts = None
         if config.distillation is not None and config.distillation.context is not None:
-            contexts = context_pool(
-                config.distillation.context, deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s
-            )
+            contexts = UserFunction(
+                "rondo.roles.sampling.teaching:open_context", {"function": config.distillation.context}, work="context",
+                source="distillation.context", deadline_s=limits.deadline_s, load_deadline_s=ctx.load_s,
+            )  # fmt: skip
         environments = None
         if config.rollout.environment is not None:
             environments = Environments(config, load_deadline_s=ctx.load_s)

@@ -48,14 +48,6 @@ def open_keep(function: str) -> Opened:
     return Opened(keep, decided, inspect.iscoroutinefunction(keep))
 
 
-def keep_pool(function: str, *, deadline_s: float, load_deadline_s: float) -> UserFunction:
-    """The user's filter, in a process of its own unless it is async."""
-    return UserFunction(
-        "rondo.roles.sampling.filters:open_keep", {"function": function}, work="filter", source="rollout.keep",
-        deadline_s=deadline_s, load_deadline_s=load_deadline_s,
-    )  # fmt: skip
-
-
 def equal_rewards(samples: Sequence[Ended]) -> bool:
     """Whether no sample is better than another, among those that have a reward."""
     return len({sample.reward for sample in samples} - {None}) == 1

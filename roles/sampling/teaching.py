@@ -59,14 +59,6 @@ def open_context(function: str) -> Opened:
     return Opened(of_all, prompts, False)
 
 
-def context_pool(function: str, *, deadline_s: float, load_deadline_s: float) -> UserFunction:
-    """The user's function, in a process of its own."""
-    return UserFunction(
-        "rondo.roles.sampling.teaching:open_context", {"function": function}, work="context", source=_SETTING,
-        deadline_s=deadline_s, load_deadline_s=load_deadline_s,
-    )  # fmt: skip
-
-
 @dataclass(frozen=True, slots=True)
 class Teaching:
     """Of one run; `contexts` is the user's function, opened."""

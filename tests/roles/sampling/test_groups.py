@@ -22,10 +22,11 @@ from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, Sample
 from rondo.roles.data.datasets import Row
 from rondo.roles.engines.engine import Completion, FinishReason, Request
 from rondo.roles.resumed import KeptSamples, copy_samples, write_samples
+from rondo.roles.rewards.function import UserFunction
 from rondo.roles.rewards.pool import RewardItem, RewardResult
 from rondo.roles.sampling.columns import columns_of
 from rondo.roles.sampling.episode import Made, SampleRow
-from rondo.roles.sampling.filters import Ended, equal_rewards, keep_pool
+from rondo.roles.sampling.filters import Ended, equal_rewards
 from rondo.roles.sampling.groups import Lease, PromptGroups
 from tests.comm.served import served
 from tests.roles.test_resumed import BASE_COLUMNS, Groups, leased
@@ -236,10 +237,10 @@ def keep(samples):
 async def test_a_filter_of_the_users_sees_how_samples_ended_and_its_own_failure_fails_the_group(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(KEEP)
     samples = [Ended(1.0, "stop", 3), Ended(None, "length", 4)]
+    how: Any = {"work": "filter", "source": "rollout.keep", "deadline_s": 30.0, "load_deadline_s": 60.0}
     async with AsyncExitStack() as pools:
-        opened = [
-            keep_pool(f"{tmp_path}/mine.py:{name}", deadline_s=30.0, load_deadline_s=60.0) for name in ("keep", "waits")
-        ]
+        settings = ({"function": f"{tmp_path}/mine.py:{name}"} for name in ("keep", "waits"))
+        opened = [UserFunction("rondo.roles.sampling.filters:open_keep", each, **how) for each in settings]
         for pool in opened:
             await pools.enter_async_context(pool)
         groups = Groups(None, KeptSamples())  # type: ignore[arg-type]
