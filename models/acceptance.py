@@ -67,21 +67,16 @@ def accept(model: Any, *, attn: str = "sdpa", dtype: str = "float32") -> Packing
                 f"{name} must compute a packed micro-batch, got {type(error).__name__}: {error}. Choose a model of another family"
             ) from error
     choose_for_towers(model, calls, dtype)
-    expected = torch.cat(
-        [_of_answer(logits[_PROMPT - 1 : -1], one, values) for logits, one in zip(alone, tokens, strict=True)]
-    )
-    gap = float((found - expected).abs().max())
+    expected = []  # log-probs of each sequence's answer, or what a value head gives there
+    for logits, one in zip(alone, tokens, strict=True):
+        answer = logits[_PROMPT - 1 : -1]
+        if not values:
+            answer = torch.log_softmax(answer, -1).gather(1, torch.from_numpy(one)[_PROMPT:, None].to(device))
+        expected.append(answer[:, 0])
+    gap = float((found - torch.cat(expected)).abs().max())
     if not gap <= _NATS:
         raise ConfigError(
             f"log-probs of a micro-batch must be those that {name} gives each sequence alone, got some {gap:.2g} nats off. "
             "Choose a model of another family"
         )
     return packing
-
-
-def _of_answer(logits: torch.Tensor, tokens: np.ndarray, values: bool) -> torch.Tensor:
-    """[answer]: log-probs of a sequence's answer, or what a value head gives there."""
-    if values:
-        return logits[:, 0]
-    targets = torch.from_numpy(tokens)[_PROMPT:, None].to(logits.device)
-    return torch.log_softmax(logits, -1).gather(1, targets)[:, 0]

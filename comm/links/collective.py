@@ -172,8 +172,11 @@ class CollectiveReceiver(LinkReceiver):
         try:
             async with _one_epoch(communicator):
                 early, self._early = self._early, []
-                for stream, frame in early:
-                    self._admit(stream, frame)
+                for stream, frame in [each for each in early if each[0].open]:  # who waited, and is still there
+                    try:
+                        self.frame(stream, frame, None)
+                    except RondoError as error:
+                        self.lost(stream, error)
                 async with waiting("link accept", peer=self.mirror.name, deadline_s=communicator.spec.timeout_s):
                     session = await self._opened
                 await session.ended
@@ -181,14 +184,6 @@ class CollectiveReceiver(LinkReceiver):
             self._way = None
             if session is not None:
                 session.close()
-
-    def _admit(self, stream: Stream, frame: Frame) -> None:
-        """A caller that waited, if it is still there."""
-        if stream.open:
-            try:
-                self.frame(stream, frame, None)
-            except RondoError as error:
-                self.lost(stream, error)
 
     def frame(self, stream: Stream, frame: Frame, memory: memoryview | None) -> None:
         if frame.kind == OPEN and (self._way is None or self._opened.done()):

@@ -95,7 +95,7 @@ def send_version(
     buckets = [version.bucket(index) for index in range(manifest.num_buckets)]
     shape = choose(comm.size, len(buckets)) if topology == "auto" else topology
     link = _Link(comm, place(shape, comm.size, comm.rank, comm.rank), comm.rank, device)
-    about = {"id": version.id.to_json(), "num_buckets": len(buckets), "topology": shape}
+    about = {"id": list(version.id), "num_buckets": len(buckets), "topology": shape}
     by_delta, sent_bytes = delta is not None, 0
     wanted: Sequence[int] = range(len(buckets))
     for number in range(1, max_rounds + 1):

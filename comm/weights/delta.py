@@ -74,8 +74,8 @@ def encode(base: Published, new: Published, *, num_threads: int = 1) -> bytes | 
     buckets = in_threads(_encode_bucket, ((base.bucket(i), new.bucket(i)) for i in indices), num_threads)
     header = orjson.dumps(
         {
-            "base": base.id.to_json(),
-            "id": new.id.to_json(),
+            "base": list(base.id),
+            "id": list(new.id),
             "manifest_bytes": len(new.manifest.raw),
             "buckets": [list(code) for code, _ in buckets],
         }

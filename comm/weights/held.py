@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import mmap
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -31,16 +31,12 @@ from rondo.comm.weights.sums import bucket_sum, in_threads
 from rondo.runtime.errors import Closed, CorruptData, OutOfSpace
 
 
-@dataclass(frozen=True, slots=True)
-class VersionId:
+class VersionId(NamedTuple):
     """Names a policy version for good: the checksum is the one of its manifest, so equal names have equal bytes."""
 
     attempt: int
     version: int
     checksum: int
-
-    def to_json(self) -> list[int]:
-        return [self.attempt, self.version, self.checksum]
 
     @classmethod
     def from_json(cls, fields: Any) -> VersionId:

@@ -39,10 +39,10 @@ _MADE_FROM: dict[Modality, str] = {
 MODALITIES: tuple[Modality, ...] = tuple(_MADE_FROM)
 KINDS = ("text", *MODALITIES, "mixed")
 """Of rows, for figures: those without media, those with each modality, and those with several."""
-ARRAYS = (
-    "positions", "pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "input_features",
-    "feature_attention_mask",
-)  # fmt: skip
+ARRAYS = {
+    "positions": np.float32, "pixel_values": np.float32, "image_grid_thw": np.int64, "pixel_values_videos": np.float32,
+    "video_grid_thw": np.int64, "input_features": np.float32, "feature_attention_mask": np.int32,
+}  # fmt: skip
 
 
 def kinds_of(modalities: Sequence[str]) -> tuple[str, ...]:

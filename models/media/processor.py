@@ -149,7 +149,9 @@ class Processor:
         made = self._call(text, decoded, refs)
         tokens = np.asarray(made.pop("input_ids"))[0].astype(np.int32)
         arrays = {
-            name: np.ascontiguousarray(made[name], dtype=_dtype(name)) for name in ARRAYS if made.get(name) is not None
+            name: np.ascontiguousarray(made[name], dtype)
+            for name, dtype in ARRAYS.items()
+            if made.get(name) is not None
         }
         self._check_counts(tokens, arrays, refs)
         depth = self._model.config.vision_config.temporal_patch_size
@@ -354,12 +356,6 @@ class Processor:
                     f"{_named(refs)} must have one {kind} placeholder for each feature, got {found} and {features[kind]}. "
                     "Check the processor files of the model"
                 )
-
-
-def _dtype(name: str) -> Any:
-    if name.endswith("_thw"):
-        return np.int64
-    return np.int32 if name == "feature_attention_mask" else np.float32
 
 
 def _named(refs: Sequence[MediaRef]) -> str:
