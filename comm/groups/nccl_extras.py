@@ -20,7 +20,7 @@ import datetime
 import importlib
 import time
 from collections.abc import Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -36,16 +36,6 @@ _ID_KEY = "unique-id"
 _MAX_POST_BYTES = 1 << 30
 """pynccl declares counts as C ints; a post stays far below 2 GiB."""
 _POLL_S = 0.0005
-
-
-class Library(Protocol):
-    """NCCL as an extra offers it. `stream` is a `cudaStream_t` as an int; calls post work and return."""
-
-    def unique_id(self) -> bytes: ...
-    def init(self, size: int, rank: int, unique_id: bytes, device: int) -> None: ...
-    def post(self, operation: Operation, data: Any, rank: int, stream: int) -> None: ...
-    def abort(self) -> None: ...
-    def destroy(self) -> None: ...
 
 
 class Nccl4Py:
@@ -110,7 +100,9 @@ class PyNccl:
         self._wrap.del_comm()
 
 
-LIBRARIES: dict[str, Any] = {"nccl4py": Nccl4Py, "pynccl": PyNccl}
+Library = Nccl4Py | PyNccl
+"""NCCL as an extra offers it. `stream` is a `cudaStream_t` as an int; calls post work and return."""
+LIBRARIES: dict[str, type[Library]] = {"nccl4py": Nccl4Py, "pynccl": PyNccl}
 
 
 @contextlib.contextmanager
