@@ -4,7 +4,7 @@ Owns which modules are a unit, where a unit's parameters are attached, lending i
 unit's copies exist at a time, and letting go of what FSDP2 gathered. Does not own what is lent when: to the training forward
 (`parallel/`), to trials (`trials.py`).
 
-    layer.forward = on_copies(layer, owned([layer]), torch.bfloat16)
+    layer.forward = on_copies(layer, owned(layer), torch.bfloat16)
     with computing_in(model, torch.float32): logits = model(...).logits
 """
 
@@ -71,12 +71,11 @@ def _lending(places: Owned, dtype: torch.dtype) -> Iterator[None]:
             module._parameters[name] = parameter
 
 
-def owned(units: Iterable[nn.Module], but: Iterable[nn.Module] = ()) -> Owned:
-    """Where the whole float parameters of `units` are attached, without those inside of `but` and those that FSDP2 has cut."""
-    skipped = {module for unit in but for module in unit.modules()}
+def owned(unit: nn.Module, but: Iterable[nn.Module] = ()) -> Owned:
+    """Where the whole float parameters of `unit` are attached, without those inside of `but` and those that FSDP2 has cut."""
+    skipped = {module for each in but for module in each.modules()}
     return [
         (module, name, parameter)
-        for unit in units
         for module in unit.modules()
         if module not in skipped
         for name, parameter in module.named_parameters(recurse=False)
@@ -102,7 +101,7 @@ def drop_copies(model: Any) -> None:
 def computing_in(model: Any, dtype: torch.dtype) -> Iterator[None]:
     """While the body runs, forwards of `model` compute in `dtype`, buffers included; what FSDP2 has cut, as it was told."""
     layers = decoder_layers(model)
-    units = [(model, owned([model], but=layers)), *((layer, owned([layer])) for layer in layers)]
+    units = [(model, owned(model, but=layers)), *((layer, owned(layer)) for layer in layers)]
     others = [(unit, places) for unit, places in units if any(p.dtype != dtype for *_, p in places)]
     forwards = [(unit, unit.__dict__.get("forward")) for unit, _ in others]
     buffers = [

@@ -20,7 +20,7 @@ Invariant: between two micro-batches a rank holds of a copy's parameters and gra
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
@@ -107,8 +107,8 @@ def compute_in(
         encoders = {module for tower in towers for module in tower.modules()}
         compile_layers(layer for layer in layers if layer not in encoders)
 
-    def lend(unit: Any, but: list[nn.Module] | None = None) -> None:
-        places = [place for place in owned([unit], but or ()) if place[2] not in kept and place[2].dtype != compute]
+    def lend(unit: Any, but: Iterable[nn.Module] = ()) -> None:
+        places = [place for place in owned(unit, but) if place[2] not in kept and place[2].dtype != compute]
         if places:
             unit.forward = on_copies(unit, places, compute)
 
@@ -117,8 +117,7 @@ def compute_in(
         lend(layer)
         if activation_checkpointing:
             layer.forward = _recomputed(layer, layer.forward)
-    outside = towers if sharded_units(model) else [model]
-    for unit in outside:
+    for unit in towers if sharded_units(model) else [model]:
         lend(unit, layers)
     return model
 
