@@ -284,8 +284,7 @@ def _host(config: RunConfig) -> Iterator[Finding]:
             f"preemption.file must not be there before a notice, got {notice}, at which a run leaves at once. Remove it"
         )
     admin = config.admin
-    yield from _token_file(admin.token_file, "admin.token_file")
-    yield from _certificate(admin, "admin")
+    yield from _secrets(admin, "admin")
     yield from _endpoint(config)
     problem = port_problem(admin.host, admin.port)
     if problem is not None:
@@ -304,19 +303,16 @@ def _host(config: RunConfig) -> Iterator[Finding]:
         )
 
 
-def _token_file(path: Path | None, setting: str) -> Iterator[Finding]:
-    if path is not None:
+def _secrets(of: AdminConfig | ListenConfig, section: str) -> Iterator[Finding]:
+    """The token and the certificate of a server."""
+    for read in (
+        lambda: of.token_file and read_token_file(of.token_file, f"{section}.token_file"),
+        lambda: server_context(of.tls_cert, of.tls_key, (f"{section}.tls_cert", f"{section}.tls_key")),
+    ):
         try:
-            read_token_file(path, setting)
+            read()
         except ConfigError as wrong:
             yield error(str(wrong))
-
-
-def _certificate(of: AdminConfig | ListenConfig, section: str) -> Iterator[Finding]:
-    try:
-        server_context(of.tls_cert, of.tls_key, (f"{section}.tls_cert", f"{section}.tls_key"))
-    except ConfigError as wrong:
-        yield error(str(wrong))
 
 
 def _endpoint(config: RunConfig) -> Iterator[Finding]:
@@ -325,8 +321,7 @@ def _endpoint(config: RunConfig) -> Iterator[Finding]:
     for place in (config.rollout.endpoint, None if agent is None else agent.elsewhere):
         if place is None or rollout is None:
             continue
-        yield from _token_file(place.token_file, f"{place.section}.token_file")
-        yield from _certificate(place, place.section)
+        yield from _secrets(place, place.section)
         ports = range(place.port, place.port + rollout.replicas * rollout.processes) if place.port else (0,)
         for port in ports:
             problem = "there is no such port" if port > _LAST_PORT else port_problem(place.host, port)

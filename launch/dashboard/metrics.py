@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from rondo.launch.dashboard.blocks import FOLDER, Blocks
+from rondo.launch.metrics.descriptions import numbers
 from rondo.launch.metrics.exposition import process_of
 from rondo.launch.report.records import is_step
 from rondo.runtime.records.record import read_lines
@@ -127,7 +128,7 @@ class Metrics:
         if of_step:
             self._step = float(record["step"])
             self.last = dict(record)
-        values = list(_numbers(source, record))
+        values = list(numbers(record, source, _NO_CURVES, _NO_CURVES))
         if values:
             step = record.get("step", self._step)
             at = float(step) if isinstance(step, int | float) else self._step
@@ -234,13 +235,3 @@ def decimate(x: np.ndarray, y: np.ndarray, points: int) -> dict[str, Any]:
         "num": num, "x": x[starts].tolist(), "mean": (np.add.reduceat(y, starts) / counts).tolist(),
         "min": np.minimum.reduceat(y, starts).tolist(), "max": np.maximum.reduceat(y, starts).tolist(),
     }  # fmt: skip
-
-
-def _numbers(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """The numbers of a record by their names, those of a part of it behind its name."""
-    for name, value in values.items():
-        if isinstance(value, dict):
-            if name not in _NO_CURVES:
-                yield from _numbers(f"{prefix}{name}/", value)
-        elif isinstance(value, int | float) and not isinstance(value, bool) and name not in _NO_CURVES:
-            yield f"{prefix}{name}", float(value)

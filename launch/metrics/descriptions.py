@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,10 +74,14 @@ def describe(path: str) -> tuple[Metric, Mapping[str, str]] | None:
     return None
 
 
-def numbers(record: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Path and value of every number of a record."""
+def numbers(
+    record: Mapping[str, Any], prefix: str = "", but: Collection[str] = _NO_FIGURES, below: Collection[str] = ()
+) -> Iterator[tuple[str, float]]:
+    """Path and value of every number of a record, without those of the names `but`, and in its parts those `below`."""
     for name, value in record.items():
+        if name in but:
+            continue
         if isinstance(value, Mapping):
-            yield from numbers(value, f"{prefix}{name}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and (prefix or name not in _NO_FIGURES):
+            yield from numbers(value, f"{prefix}{name}/", below, below)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
             yield prefix + name, float(value)

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.runtime.processes import guard
-from rondo.runtime.processes.process import end_all, exit_text, scan, when_over
+from rondo.runtime.processes.process import end_all, exit_text, over, scan
 from rondo.runtime.records.record import last_lines
 from rondo.runtime.records.telling import telling
 
@@ -98,12 +98,7 @@ class Beside:
         child = self._children[name] = self._start(name, module)
         if self._ending.is_set():
             self._end_input(child)
-        ended = asyncio.Event()
-        stop = when_over(child.pid, ended.set)
-        try:
-            await ended.wait()
-        finally:
-            stop()
+        await over(child.pid)
         del self._children[name]
         return self._end(child)
 
