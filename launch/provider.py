@@ -27,7 +27,7 @@ from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.admin.endpoint import Family
 from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.admin.openapi import QUERY, Operation
-from rondo.runtime.admin.server import Handler, json_answer
+from rondo.runtime.admin.server import Handler
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
 from rondo.runtime.processes import process
 from rondo.runtime.records.telling import tell_every
@@ -221,15 +221,6 @@ class StacksOf(Section):
 
 
 STACKS = Operation("Where the threads and tasks of a process stand.", dict[str, Any], query=StacksOf)
-
-
-def serve_stacks(provider: RunProvider) -> Handler:
-    """GET /stacks?process=NAME."""
-
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return json_answer(await provider.stacks(request[QUERY].process))
-
-    return handler
 
 
 TRACE = Operation("The Chrome trace of steps.", dict[str, Any], query=Steps)

@@ -14,7 +14,7 @@ heard of it, since it was started anew, is asked for anew.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -28,7 +28,6 @@ from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.admin.endpoint import AdminServer
 from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.admin.openapi import BODY, Operation
-from rondo.runtime.admin.server import json_answer
 from rondo.runtime.errors import ConfigError, PeerGone, Refused
 from rondo.runtime.section import Section, nearest
 from rondo.runtime.supervision.orders import State
@@ -133,7 +132,7 @@ class Questions:
 
     # ---- evaluations ------------------------------------------------------------------------------------------------
 
-    async def _evaluate(self, request: web.Request) -> web.Response:
+    async def _evaluate(self, request: web.Request) -> Mapping[str, Any]:
         given: Evaluate = request[BODY]
         key = given.idempotency_key
         if key is not None and key in self._by_key:
@@ -142,7 +141,7 @@ class Questions:
                 raise ConfigError(
                     f"idempotency_key must be new for another wish, got {key!r} of {before}. Take another key"
                 )
-            return json_answer(await self._state(self._asked[name]), 202)
+            return await self._state(self._asked[name])
         asked = _Asked(secrets.token_hex(6), self._sets(given.set), given.version)
         state = await self._state(asked)
         self._asked[asked.id] = asked
@@ -152,7 +151,7 @@ class Questions:
             oldest = next(iter(self._asked))
             del self._asked[oldest]
             self._by_key = {key: kept for key, kept in self._by_key.items() if kept[1] != oldest}
-        return json_answer(state, 202)
+        return state
 
     def _sets(self, name: str | None) -> tuple[str, ...]:
         """ConfigError where the run cannot evaluate beside its training, or has no such set."""
@@ -171,13 +170,13 @@ class Questions:
             raise ConfigError(f"set must be one of {', '.join(sets)}, got {name!r}. {nearest(name, sorted(sets))}")
         return tuple(sets) if name is None else (name,)
 
-    async def _evaluation(self, request: web.Request) -> web.Response:
+    async def _evaluation(self, request: web.Request) -> Mapping[str, Any]:
         asked = self._asked.get(name := request.match_info["id"])
         if asked is None:
             raise TurnedDown(
                 404, f"an evaluation must have been asked for, got {name[:50]!r}. See /events for what there was"
             )
-        return json_answer(await self._state(asked))
+        return await self._state(asked)
 
     async def _state(self, asked: _Asked) -> Mapping[str, Any]:
         coordinator, sets = self._ref(COORDINATOR_NAME), list(asked.sets)
@@ -190,7 +189,7 @@ class Questions:
 
     # ---- one row ----------------------------------------------------------------------------------------------------
 
-    async def _predict(self, request: web.Request) -> web.Response:
+    async def _predict(self, request: web.Request) -> dict[str, Any]:
         given: Predict = request[BODY]
         if (given.row is None) == (given.prompt is None):
             raise ConfigError(
@@ -208,7 +207,5 @@ class Questions:
             raise PeerGone("a rollout replica must be ready to predict, got none. Ask again soon")
         self._turn += 1
         name = names[self._turn % len(names)]
-        calling: Awaitable[Any] = self._ref(name).call(
-            "predict", row, given.num_samples, given.seed, deadline_s=given.timeout_secs
-        )
-        return json_answer({"replica": name.rpartition(".")[0], "samples": await calling})
+        calling = self._ref(name).call("predict", row, given.num_samples, given.seed, deadline_s=given.timeout_secs)
+        return {"replica": name.rpartition(".")[0], "samples": await calling}

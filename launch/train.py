@@ -44,7 +44,7 @@ from rondo.launch.keeping import Keeper
 from rondo.launch.plan import coordinator_config, first_devices, group_specs, model_modules
 from rondo.launch.preemption import watch, within_s
 from rondo.launch.progress import at_work
-from rondo.launch.provider import STACKS, TRACE, RunProvider, serve_stacks, serve_trace
+from rondo.launch.provider import STACKS, TRACE, RunProvider, serve_trace
 from rondo.launch.questions import Questions
 from rondo.launch.report.answers import answers
 from rondo.launch.report.plot import EXIT_UNDRAWN
@@ -56,6 +56,8 @@ from rondo.launch.track.beside import Beside
 from rondo.models.config import ModelConfig
 from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
 from rondo.runtime.admin.endpoint import AdminServer, listen
+from rondo.runtime.admin.openapi import QUERY
+from rondo.runtime.admin.server import Handler
 from rondo.runtime.checkpoints import goes_on_from, newest_complete, set_aside, version_of
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.records import timeline
@@ -418,7 +420,8 @@ async def _supervise(
             admin = AdminServer(config.admin, provider, token=token, audit=functools.partial(tell, "asked"))
             Questions(config, provider.ref, lambda: supervisor.snapshot().groups).mount(admin)
             admin.route("GET", "/timeline", serve_trace(run.path), scope="read", operation=TRACE)
-            admin.route("GET", "/stacks", serve_stacks(provider), scope="content", operation=STACKS)
+            stacks: Handler = lambda request: provider.stacks(request[QUERY].process)  # noqa: E731
+            admin.route("GET", "/stacks", stacks, scope="content", operation=STACKS)
             fixed = groups != group_specs(config)
             scaler = Scaler(supervisor, config, run.path, tell, provider.proved, provider.ref, fixed=fixed)
             beside.append(asyncio.create_task(scaler.run()))

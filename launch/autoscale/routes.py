@@ -22,7 +22,7 @@ from rondo.launch.autoscale.decide import Action, AutoscaleConfig
 from rondo.launch.autoscale.watch import ASKED, ROLE, Autoscaler
 from rondo.launch.elastic.request import Request
 from rondo.launch.elastic.scaler import Scaler
-from rondo.runtime.admin.endpoint import AdminServer, Handler, json_answer
+from rondo.runtime.admin.endpoint import AdminServer, Handler
 from rondo.runtime.admin.guard import Scope
 from rondo.runtime.admin.openapi import BODY, QUERY, Operation
 from rondo.runtime.errors import ConfigError
@@ -89,7 +89,7 @@ def mount(admin: AdminServer, scaler: Scaler, scales: Autoscaler | None) -> None
     def asked() -> list[Request]:
         return [each for each in scaler.view().requests if each.reason.startswith(ASKED)]
 
-    async def status(request: web.Request) -> web.StreamResponse:
+    def status(request: web.Request) -> dict[str, Any]:
         found = asked()
         told = AutoscalerStatus(enabled=False, current_engines=len(scaler.view().replicas.get(ROLE, ())))
         if scales is not None:
@@ -100,30 +100,30 @@ def mount(admin: AdminServer, scaler: Scaler, scales: Autoscaler | None) -> None
                 "pending_requests": [each for each in found if not each.over], "total_scale_operations": len(found),
                 **({"last_scale_action": found[0].action, "last_scale_time": found[0].created_at} if found else {}),
             })  # fmt: skip
-        return json_answer(told.model_dump())
+        return told.model_dump()
 
-    async def conditions(request: web.Request) -> web.StreamResponse:
-        return json_answer(Conditions(**(scales.conditions() if scales is not None else {})).model_dump())
+    def conditions(request: web.Request) -> dict[str, Any]:
+        return Conditions(**(scales.conditions() if scales is not None else {})).model_dump()
 
-    async def history(request: web.Request) -> web.StreamResponse:
+    def history(request: web.Request) -> dict[str, Any]:
         chosen: Chosen = request[QUERY]
         found = [each for each in asked() if chosen.action in (None, each.action)]
-        return json_answer({"history": found[: int(chosen.limit)], "total_count": len(found)})
+        return {"history": found[: int(chosen.limit)], "total_count": len(found)}
 
-    async def config(request: web.Request) -> web.StreamResponse:
-        return json_answer(scales.rules.model_dump() if scales is not None else {})
+    def config(request: web.Request) -> dict[str, Any]:
+        return scales.rules.model_dump() if scales is not None else {}
 
-    async def change(request: web.Request) -> web.StreamResponse:
+    def change(request: web.Request) -> dict[str, Any]:
         wanted = request[BODY].model_dump(exclude_unset=True)
         try:
             there().change(AutoscaleConfig(**there().rules.model_dump() | wanted))
         except ValidationError as error:
             raise explain(error, "the body", "autoscale") from None
-        return await config(request)
+        return config(request)
 
-    async def enable(request: web.Request) -> web.StreamResponse:
+    def enable(request: web.Request) -> dict[str, Any]:
         there().enable(request[BODY].enabled)
-        return await status(request)
+        return status(request)
 
     told: tuple[tuple[str, str, Handler, Scope, Operation], ...] = (
         ("GET", "status", status, "read", Operation("Whether the run scales by itself.", AutoscalerStatus)),

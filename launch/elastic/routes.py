@@ -13,6 +13,7 @@ cannot be.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -21,10 +22,10 @@ from pydantic import Field, create_model
 from rondo.launch.elastic.request import Action, Policy, Request, Status, Wish
 from rondo.launch.elastic.scaler import EngineView, Scaler, ScalingView
 from rondo.runtime.admin.endpoint import AdminServer, Handler, json_answer
+from rondo.runtime.admin.guard import Scope
 from rondo.runtime.admin.openapi import BODY, QUERY, Operation
 from rondo.runtime.section import Section
 
-_ACTIONS: tuple[Action, ...] = ("scale_out", "scale_in")
 _HTTP = {Status.CONFLICT: 409, Status.REJECTED: 400}
 _ALSO = {400: "It cannot be.", 409: "Another request is under way."}
 
@@ -60,68 +61,51 @@ class Chosen(Section):
 def mount(admin: AdminServer, scaler: Scaler, roles: tuple[str, ...]) -> None:
     """The routes of these roles. POST for one whose number is fixed is answered with the reason."""
 
-    def scaling(role: str, action: Action) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            asked: Scale = request[BODY]
-            wish = Wish(
-                role, action, asked.num_replicas, asked.reason, asked.timeout_secs, asked.force, asked.dry_run, asked.policy,
-                tuple(asked.engine_urls), asked.idempotency_key, asked.model_name,
-            )  # fmt: skip
-            return _answer(scaler.ask(wish))
+    def asks(role: str, action: Action, request: web.Request) -> web.Response:
+        fields = request[BODY].model_dump()
+        timeout_s, urls = fields.pop("timeout_secs"), tuple(fields.pop("engine_urls", ()))
+        found = scaler.ask(Wish(role, action, timeout_s=timeout_s, engine_urls=urls, **fields))
+        return json_answer(found, status=_HTTP.get(found.status, 200))
 
-        return handler
+    def every(role: str, request: web.Request) -> list[Request]:
+        wanted = {"role": role, **request[QUERY].model_dump(exclude_none=True)}
+        return [r for r in scaler.view().requests if all(getattr(r, name) == v for name, v in wanted.items())]
 
-    def restarting(role: str) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            asked: Restart = request[BODY]
-            limits = asked.timeout_secs, asked.force, asked.dry_run
-            wish = Wish(role, "restart", 0, asked.reason, *limits, idempotency_key=asked.idempotency_key)
-            return _answer(scaler.ask(wish))
+    def one(role: str, request: web.Request) -> Request:
+        found = scaler.get(request.match_info["id"])
+        if found is None or found.role != role:
+            raise web.HTTPNotFound(reason="no such request")
+        return found
 
-        return handler
+    def cancel(role: str, request: web.Request) -> Request:
+        return scaler.cancel(one(role, request).request_id)
 
-    def listing(role: str) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            chosen: Chosen = request[QUERY]
-            wanted = {"role": role, **chosen.model_dump(exclude_none=True)}
-            found = [r for r in scaler.view().requests if all(getattr(r, name) == v for name, v in wanted.items())]
-            return json_answer(found)
+    def engines(role: str, request: web.Request) -> list[EngineView]:
+        return scaler.engines(role)
 
-        return handler
-
-    def one(role: str, *, cancels: bool = False) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            found = scaler.get(request.match_info["id"])
-            if found is None or found.role != role:
-                raise web.HTTPNotFound(reason="no such request")
-            return json_answer(scaler.cancel(found.request_id) if cancels else found)
-
-        return handler
-
-    def engines(role: str) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            return json_answer(scaler.engines(role))
-
-        return handler
-
-    async def whole(request: web.Request) -> web.StreamResponse:
-        return json_answer(scaler.view())
-
-    admin.route("GET", "/scaling", whole, scope="read", operation=Operation("Replicas, and requests.", ScalingView))
+    whole = Operation("Replicas, and requests.", ScalingView)
+    admin.route("GET", "/scaling", lambda request: scaler.view(), scope="read", operation=whole)
     for role in roles:
         begins = Operation("Have so many replicas.", Request, takes=_scale(role, scaler.most(role)), also=_ALSO)
-        for action in _ACTIONS:
-            admin.route("POST", f"/{role}/{action}", scaling(role, action), scope="control", operation=begins)
         again = Operation("New replicas, one after another.", Request, takes=Restart, also=_ALSO)
-        admin.route("POST", f"/{role}/restart", restarting(role), scope="control", operation=again)
-        every = Operation("Requests, the newest first.", list[Request], query=Chosen)
-        admin.route("GET", f"/{role}/scale", listing(role), scope="read", operation=every)
-        admin.route("GET", f"/{role}/scale/{{id}}", one(role), scope="read", operation=Operation("A request.", Request))
-        undo = Operation("Undo it.", Request)
-        cancel = one(role, cancels=True)
-        admin.route("POST", f"/{role}/scale/{{id}}/cancel", cancel, scope="control", operation=undo)
-        shown = Operation("Replicas.", list[EngineView])
-        admin.route("GET", f"/{role}/engines", engines(role), scope="read", operation=shown)
+        told: tuple[tuple[Scope, str, Handler, Operation], ...] = (
+            ("control", "scale_out", partial(asks, role, "scale_out"), begins),
+            ("control", "scale_in", partial(asks, role, "scale_in"), begins),
+            ("control", "restart", partial(asks, role, "restart"), again),
+            (
+                "read",
+                "scale",
+                partial(every, role),
+                Operation("Requests, the newest first.", list[Request], query=Chosen),
+            ),
+            ("read", "scale/{id}", partial(one, role), Operation("A request.", Request)),
+            ("control", "scale/{id}/cancel", partial(cancel, role), Operation("Undo it.", Request)),
+            ("read", "engines", partial(engines, role), Operation("Replicas.", list[EngineView])),
+        )
+        for scope, name, handler, operation in told:
+            admin.route(
+                "GET" if scope == "read" else "POST", f"/{role}/{name}", handler, scope=scope, operation=operation
+            )
 
 
 def _scale(role: str, most: int | None) -> type[Scale]:
@@ -130,7 +114,3 @@ def _scale(role: str, most: int | None) -> type[Scale]:
         return Scale
     field: Any = (int, Field(0, ge=0, lt=2**63, json_schema_extra={"maximum": most}))
     return create_model(f"Scale_{role}", __base__=Scale, __doc__=Scale.__doc__, num_replicas=field)
-
-
-def _answer(found: Request) -> web.Response:
-    return json_answer(found, status=_HTTP.get(found.status, 200))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -157,19 +157,20 @@ class AdminServer:
 
     def _mount_own(self) -> None:
         provider, text = self._provider, (TEXT,)
-        shown: tuple[tuple[str, Callable[[], Any], Scope, str, Any], ...] = (
-            ("/roles", provider.roles, "read", "Role groups and services, with their processes.", list[GroupView]),
-            ("/waits", provider.waits, "read", "Who waits for what.", list[Pending]),
-            ("/bus", provider.bus, "read", "Prompt groups, rows and rings.", dict[str, Any]),
-            ("/weights", provider.weights, "read", "Versions committed and proved.", dict[str, Any]),
-            ("/samples", provider.samples, "content", "The newest samples.", list[dict[str, Any]]),
-        )
-        for path, method, scope, summary, gives in shown:
-            self.route("GET", path, _json_handler(method), scope=scope, operation=Operation(summary, gives))
+        groups = Operation("Role groups and services, with their processes.", list[GroupView])
+        alive = Operation("Whether it answers.", str, media_types=text)
         ready = Operation("Whether all is up.", str, media_types=text, also={503: "Not ready."})
         health = Operation("How it is.", Health, also={503: "Not healthy."})
+        bus = Operation("Prompt groups, rows and rings.", dict[str, Any])
+        weights = Operation("Versions committed and proved.", dict[str, Any])
+        samples = Operation("The newest samples.", list[dict[str, Any]])
         told: tuple[tuple[str, str, Handler, Scope, Operation], ...] = (
-            ("GET", "/livez", self._livez, "open", Operation("Whether it answers.", str, media_types=text)),
+            ("GET", "/roles", lambda _: provider.roles(), "read", groups),
+            ("GET", "/waits", lambda _: provider.waits(), "read", Operation("Who waits for what.", list[Pending])),
+            ("GET", "/bus", lambda _: provider.bus(), "read", bus),
+            ("GET", "/weights", lambda _: provider.weights(), "read", weights),
+            ("GET", "/samples", lambda _: provider.samples(), "content", samples),
+            ("GET", "/livez", lambda _: web.Response(text="ok\n"), "open", alive),
             ("GET", "/readyz", self._readyz, "open", ready),
             ("GET", "/healthz", self._healthz, "read", health),
             ("GET", "/metrics", self._metrics, "read", Operation("Numbers for Prometheus.", str, media_types=text)),
@@ -179,25 +180,22 @@ class AdminServer:
         for verb, path, handler, scope, operation in told:
             self.route(verb, path, handler, scope=scope, operation=operation)
 
-    async def _livez(self, request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
-
-    async def _readyz(self, request: web.Request) -> web.Response:
+    def _readyz(self, request: web.Request) -> web.Response:
         ready = bool(self._provider.health()["ready"])
         return web.Response(text="ok\n" if ready else "not ready\n", status=200 if ready else 503)
 
-    async def _healthz(self, request: web.Request) -> web.Response:
+    def _healthz(self, request: web.Request) -> web.Response:
         health = self._provider.health()
         return json_answer(health, status=200 if health["healthy"] else 503)
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    def _metrics(self, request: web.Request) -> web.Response:
         text = "\n".join(prometheus_lines(self._provider.metrics())) + "\n"
         return web.Response(text=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
-    async def _stop(self, request: web.Request) -> web.Response:
+    def _stop(self, request: web.Request) -> dict[str, Any]:
         asked: Stop = request[BODY]
         self._provider.stop(asked.reason, quick=asked.now)
-        return json_answer({"stopping": True, "reason": asked.reason}, status=202)
+        return {"stopping": True, "reason": asked.reason}
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
         if self._num_streams == _MAX_STREAMS:  # each takes its part of the loop with every event
@@ -267,13 +265,6 @@ def _number(value: float) -> str:
 
 def _escape(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _json_handler(method: Callable[[], Any]) -> Handler:
-    async def handler(request: web.Request) -> web.StreamResponse:
-        return json_answer(method())
-
-    return handler
 
 
 def failed(status: int, kind: str, words: str) -> Failed:

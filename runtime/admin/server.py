@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import inspect
 import resource
 import socket
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import orjson
@@ -35,7 +36,8 @@ from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.formats import version_of
 from rondo.runtime.section import show_value
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Handler = Callable[[web.Request], Any]
+"""Gives an answer, or what is told as JSON; at once, or to be awaited."""
 Audit = Callable[[dict[str, Any]], None]
 Form = Callable[[int, str, str], BaseModel]
 """(status, type, words) of a failure -> what is told."""
@@ -101,14 +103,22 @@ class HttpServer:
         return f"{'http' if self._tls is None else 'https'}://{host}:{self.port}"
 
     def route(self, method: str, path: str, handler: Handler, *, scope: Scope, operation: Operation | None) -> None:
-        """Mounts a handler, which finds what was sent, as its `operation` has it, in request[QUERY] and request[BODY]. Errors
+        """Mounts a handler, which finds what was sent, as its `operation` has it, in request[QUERY] and request[BODY]; what it
+        gives that is no answer yet becomes one, in JSON, with the operation's status. Errors
         that it raises as RondoError come back as JSON. `operation` None: it is not told of. ConfigError for a method or scope
         that is none."""
         methods = _METHODS if operation is not None else (*_METHODS, "*")
         for what, given, known in (("method", method, methods), ("scope", scope, SCOPES)):
             if given not in known:
                 raise ConfigError(f"the {what} of {path} must be one of {', '.join(known)}, got {given!r}. Correct it")
-        route = self._app.router.add_route(method, path, handler)
+        status = 200 if operation is None else operation.status
+
+        async def answer(request: web.Request) -> web.StreamResponse:
+            found = handler(request)
+            found = await found if inspect.isawaitable(found) else found
+            return found if isinstance(found, web.StreamResponse) else json_answer(found, status)
+
+        route = self._app.router.add_route(method, path, answer)
         self._mounted[route] = Mounted(method, route, scope, operation, self._guard.needs(scope))
 
     async def start(self, listening: socket.socket) -> None:
@@ -232,9 +242,8 @@ class HttpServer:
             | asked | {"status": status, "outcome": outcome} | ({"unlogged": unlogged} if unlogged else {})
         )  # fmt: skip
 
-    async def _openapi(self, request: web.Request) -> web.Response:
-        told = openapi.document(self._title, version_of("rondo-rl") or "", self._mounted.values(), self._failed_type)
-        return json_answer(told)
+    def _openapi(self, request: web.Request) -> dict[str, Any]:
+        return openapi.document(self._title, version_of("rondo-rl") or "", self._mounted.values(), self._failed_type)
 
 
 class _Connection(web.RequestHandler):
