@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import platform
 import socket
+import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,17 @@ def fields_of(file: Path) -> dict[str, str]:
     except OSError:
         return {}
     return {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+
+
+def said_by(command: Sequence[str], limit_s: float, folder: Path | None = None) -> str | None:
+    """What a program says; None where there is none, or it fails or takes longer."""
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, errors="replace", timeout=limit_s, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def port_problem(host: str, port: int) -> str | None:

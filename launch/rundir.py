@@ -26,7 +26,6 @@ import os
 import platform
 import shutil
 import struct
-import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -35,7 +34,7 @@ from typing import Any
 
 import orjson
 
-from rondo.launch.machine import machine
+from rondo.launch.machine import machine, said_by
 from rondo.runtime import formats
 from rondo.runtime.checkpoints import MARKER, check_format, complete, newest_complete, version_of
 from rondo.runtime.errors import ConfigError
@@ -334,10 +333,4 @@ def _git(folder: Path | None = None) -> dict[str, Any] | None:
 
 
 def _git_says(*arguments: str, folder: Path | None = None) -> str | None:
-    try:
-        done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, text=True, errors="replace", timeout=5, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return done.stdout if done.returncode == 0 else None
+    return said_by(["git", *arguments], 5.0, folder)

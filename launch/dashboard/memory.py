@@ -7,13 +7,11 @@ processes are on another machine nothing is told.
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rondo.launch.machine import fields_of
+from rondo.launch.machine import fields_of, said_by
 
 _FIELDS = {"VmRSS": "rss_bytes", "RssAnon": "own_bytes", "RssShmem": "shared_bytes", "VmHWM": "peak_bytes"}
 _ANSWER_S = 3.0
@@ -47,14 +45,7 @@ def devices() -> list[dict[str, Any]]:
 
 def ask_driver(what: str, fields: str) -> list[list[str]]:
     """Rows of `nvidia-smi --query-WHAT=FIELDS`; none without one that answers."""
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    command = [program, f"--query-{what}={fields}", "--format=csv,noheader,nounits"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, timeout=_ANSWER_S, check=True).stdout
-    except (OSError, subprocess.SubprocessError):
-        return []
+    text = said_by(["nvidia-smi", f"--query-{what}={fields}", "--format=csv,noheader,nounits"], _ANSWER_S) or ""
     rows = [[cell.strip() for cell in line.split(",")] for line in text.splitlines() if line.strip()]
     return [row for row in rows if len(row) == fields.count(",") + 1]
 

@@ -11,7 +11,6 @@ Invariant: every death comes with lines of the run's files, and what nobody can 
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 
 import orjson
 
+from rondo.launch.machine import said_by
 from rondo.launch.report.records import read_records
 from rondo.launch.rundir import owner
 from rondo.runtime.checkpoints import newest_complete
@@ -275,8 +275,4 @@ def _kernel(events: Sequence[Mapping[str, Any]]) -> list[str]:
     """What this machine's kernel says it killed, where it is the run's, up since then, and lets us read it."""
     if not events or events[0].get("place", {}).get("boot_id") != place()["boot_id"]:
         return []
-    try:
-        told = subprocess.run(["dmesg"], capture_output=True, text=True, errors="replace", timeout=5, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return [line for line in told.stdout.splitlines() if "Killed process" in line]
+    return [line for line in (said_by(["dmesg"], 5.0) or "").splitlines() if "Killed process" in line]

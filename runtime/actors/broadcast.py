@@ -10,20 +10,10 @@ next one it gets (`"missed": n`), and the writer never notices. Closing ends eve
 from __future__ import annotations
 
 import asyncio
-import collections
 from collections.abc import AsyncIterator
 from typing import Any
 
 Record = dict[str, Any]
-
-
-class _Reader:
-    __slots__ = ("missed", "records", "wake")
-
-    def __init__(self, capacity: int) -> None:
-        self.records: collections.deque[Record] = collections.deque(maxlen=capacity)
-        self.missed = 0
-        self.wake = asyncio.Event()
 
 
 class Broadcast:
@@ -31,38 +21,33 @@ class Broadcast:
 
     def __init__(self, capacity: int = 1024) -> None:
         self._capacity = capacity
-        self._readers: set[_Reader] = set()
+        self._readers: dict[asyncio.Queue[Record | None], int] = {}
+        """How many records each has lost since the last that it got."""
         self._closed = False
 
     def publish(self, record: Record) -> None:
         """Hands a record to every reader; returns at once."""
         for reader in self._readers:
-            if len(reader.records) == self._capacity:
-                reader.missed += 1
-            reader.records.append(record)
-            reader.wake.set()
+            if reader.qsize() == self._capacity:
+                reader.get_nowait()
+                self._readers[reader] += 1
+            reader.put_nowait(record)
 
     async def subscribe(self) -> AsyncIterator[Record]:
         """The records published from the first step of the loop on, until `close`."""
-        reader = _Reader(self._capacity)
-        self._readers.add(reader)
+        if self._closed:
+            return
+        reader: asyncio.Queue[Record | None] = asyncio.Queue()
+        self._readers[reader] = 0
         try:
-            while True:
-                while reader.records:
-                    record = reader.records.popleft()
-                    if reader.missed:
-                        record = {**record, "missed": reader.missed}
-                        reader.missed = 0
-                    yield record
-                if self._closed:
-                    return
-                reader.wake.clear()
-                await reader.wake.wait()
+            while (record := await reader.get()) is not None:
+                missed, self._readers[reader] = self._readers[reader], 0
+                yield {**record, "missed": missed} if missed else record
         finally:
-            self._readers.discard(reader)
+            del self._readers[reader]
 
     def close(self) -> None:
         """Ends every reader's loop after the records it still holds."""
         self._closed = True
         for reader in self._readers:
-            reader.wake.set()
+            reader.put_nowait(None)
