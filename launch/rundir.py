@@ -19,7 +19,6 @@ A name that has been used gets the next number (`runs/quickstart-2`); a name who
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import importlib.metadata
 import os
@@ -37,6 +36,7 @@ import orjson
 from rondo.launch.machine import machine, said_by
 from rondo.runtime import formats
 from rondo.runtime.checkpoints import MARKER, check_format, complete, newest_complete, version_of
+from rondo.runtime.closing import Closing
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.records.record import write_whole
 from rondo.runtime.records.telling import telling
@@ -79,7 +79,7 @@ class SupervisorRecord:
     """The certificate that it shows; None where it speaks without TLS."""
 
 
-class RunDir:
+class RunDir(Closing):
     """A run directory, claimed by this process. Made by `create` or `claim`; a context manager that lets go of it."""
 
     def __init__(self, path: Path, claim_fd: int) -> None:
@@ -160,16 +160,9 @@ class RunDir:
     def close(self) -> None:
         """Lets go of the directory. Safe to call twice."""
         if self._claim_fd is not None:
-            with contextlib.suppress(FileNotFoundError):
-                (self.path / "supervisor.json").unlink()
+            (self.path / "supervisor.json").unlink(missing_ok=True)
             os.close(self._claim_fd)
             self._claim_fd = None
-
-    def __enter__(self) -> RunDir:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def existing_run(path: Path) -> Path:
@@ -315,8 +308,7 @@ def _read_pid(fd: int) -> int:
 def point(link: Path, target: str) -> None:
     """Makes `link` point to `target`, at once: never missing in between."""
     aside = link.with_name(f".{link.name}.{os.getpid()}")
-    with contextlib.suppress(FileNotFoundError):
-        aside.unlink()
+    aside.unlink(missing_ok=True)
     aside.symlink_to(target)
     aside.replace(link)
 

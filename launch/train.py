@@ -433,10 +433,10 @@ async def _supervise(
             mount_autoscaler(admin, scaler, scales)
             mount(admin, scaler, tuple(role for group in config.groups for role in group.roles))
             behind.mount(admin, run.path)
-            port = await admin.start(listening)
+            await admin.start(listening)
             say(f"run directory: {run.path}  admin: {admin.url}")
             run.write_supervisor(
-                rt_dir=rt_dir, admin_host=config.admin.host, admin_port=port, token_path=rt_dir / "token",
+                rt_dir=rt_dir, admin_host=config.admin.host, admin_port=admin.port, token_path=rt_dir / "token",
                 admin_cert=config.admin.tls_cert,
             )  # fmt: skip
         try:

@@ -5,7 +5,7 @@ supervision    who starts what, notices its death, and starts it again; worker, 
 processes      killable processes for rewards and media, and the end of processes with proof
 memory         shared segments
 records        what a run writes down; admin, what users ask over HTTP
-here           errors, waits, section and config (settings), reference (to functions), values (a user's data as bytes),
+here           errors, waits, closing, section and config (settings), reference (to functions), values (a user's data as bytes),
                checkpoints, formats, pace
 """
 

@@ -16,7 +16,6 @@ import asyncio
 import math
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import orjson
@@ -34,6 +33,7 @@ from rondo.runtime.actors.transport import (
     pack,
     unpack,
 )
+from rondo.runtime.closing import Closing
 from rondo.runtime.errors import Closed, PeerGone, ProtocolError, Refused, restore
 from rondo.runtime.waits import PROCESS, Wait, waiting
 
@@ -56,7 +56,7 @@ class RefStats:
     num_connects: int
 
 
-class ActorRef:
+class ActorRef(Closing):
     """A reference to an actor elsewhere. Connects at the first call, and again after the peer came back.
 
     Belongs to one event loop. `close` it, or use it as a context manager.
@@ -163,12 +163,6 @@ class ActorRef:
         if self._link is not None:
             self._link.close(Closed(f"the reference to {self.peer} must be open to answer, got closed"))
             self._link = None
-
-    def __enter__(self) -> ActorRef:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self.close()
 
     def stats(self) -> RefStats:
         link = self._link

@@ -111,7 +111,7 @@ class Provider(Protocol):
     def stop(self, reason: str, *, quick: bool) -> None: ...
 
 
-class AdminServer:
+class AdminServer(HttpServer):
     """The running endpoint. `token` is the run's own, `audit` takes a record of every call that may change the run. Routes are
     added before `start`; `close` ends all connections."""
 
@@ -122,38 +122,20 @@ class AdminServer:
         self._provider = provider
         given = [] if config.token_file is None else [read_token_file(config.token_file)]
         guard = Guard([token], given, open_reads=is_loopback(config.host))
-        self._http = HttpServer(
-            "rondo: a run",
-            guard,
-            failed,
-            Failed,
-            _LIMITS,
-            host=config.host,
-            tls=server_context(config.tls_cert, config.tls_key),
-            audit=audit,
-        )
+        tls = server_context(config.tls_cert, config.tls_key)
+        super().__init__("rondo: a run", guard, failed, Failed, _LIMITS, host=config.host, tls=tls, audit=audit)
         self._closing = asyncio.Event()
         self._num_streams = 0
-        self.route = self._http.route
         self._mount_own()
 
-    @property
-    def url(self) -> str:
-        return self._http.url
-
-    @property
-    def port(self) -> int:
-        return self._http.port
-
-    async def start(self, listening: socket.socket | None = None) -> int:
-        """Answers on `listening`, which `listen` gave; without it, on the settings' address. Returns the port."""
-        await self._http.start(listen(self._config) if listening is None else listening)
-        return self.port
+    async def start(self, listening: socket.socket | None = None) -> None:
+        """Answers on `listening`, which `listen` gave; without it, on the settings' address."""
+        await super().start(listen(self._config) if listening is None else listening)
 
     async def close(self) -> None:
         """Ends event streams and connections. Safe to call twice."""
         self._closing.set()
-        await self._http.close()
+        await super().close()
 
     def _mount_own(self) -> None:
         provider, text = self._provider, (TEXT,)

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from rondo.runtime.processes.place import read
+
 _ROOT = Path("/")
 
 
@@ -64,16 +66,9 @@ def _left_in_groups(root: Path) -> Iterator[int | None]:
 
 
 def _left(folder: Path, files: _Files) -> int | None:
-    limit = _read(folder / files.limit)
+    limit = read(folder / files.limit)
     if limit in ("", "max"):
         return None
-    stat = dict(line.split(" ", 1) for line in _read(folder / "memory.stat").splitlines())
-    used = int(_read(folder / files.used) or 0)
+    stat = dict(line.split(" ", 1) for line in read(folder / "memory.stat").splitlines())
+    used = int(read(folder / files.used) or 0)
     return int(limit) - max(0, used - sum(int(stat.get(name, 0)) for name in files.reclaimable))
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text().strip()
-    except OSError:
-        return ""

@@ -35,6 +35,7 @@ from typing import Any
 
 import orjson
 
+from rondo.runtime.closing import Closing
 from rondo.runtime.errors import Closed, OutOfSpace, PeerGone, ProtocolError, Refused, RondoError, describe, restore
 from rondo.runtime.memory.free import free_memory_bytes
 from rondo.runtime.waits import blocking
@@ -85,7 +86,7 @@ class SegmentStats:
         return sum(size for _, size in self.segments)
 
 
-class Segment:
+class Segment(Closing):
     """Named memory, mapped at the first `view`. Closing lets go of this mapping, never of the memory.
 
     A view outlives a segment that nobody holds any more, and ends with a segment that is closed.
@@ -119,12 +120,6 @@ class Segment:
     def __del__(self) -> None:
         fd, self.fd = self.fd, -1
         _close(fd)
-
-    def __enter__(self) -> Segment:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 # ---------------------------------------------------------------------------------------------- server
@@ -382,7 +377,7 @@ def _close(fd: int) -> None:
 # ---------------------------------------------------------------------------------------------- client
 
 
-class SegmentClient:
+class SegmentClient(Closing):
     """A process's connection to the server. Safe from any thread; every call blocks for one short round trip. More than
     `QUICK_BYTES` is made on a connection of its own: the calls of other threads are answered meanwhile.
 
@@ -437,12 +432,6 @@ class SegmentClient:
     def close(self) -> None:
         """Hangs up. What was handed over stays. Safe to call twice."""
         self._socket.close()
-
-    def __enter__(self) -> SegmentClient:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _ask(self, deadline_s: float, **request: Any) -> tuple[dict[str, Any], int]:
         try:

@@ -15,17 +15,19 @@ _PROC = Path("/proc")
 
 def place() -> dict[str, Any]:
     """Where this process runs: `boot_id` is another one after each start of the machine; `slurm_job` None outside of one."""
-    try:
-        boot_id = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot_id = ""
+    boot_id = read(_PROC / "sys/kernel/random/boot_id")
     return {"host": platform.node(), "boot_id": boot_id, "slurm_job": os.environ.get("SLURM_JOB_ID")}
 
 
 def oom_kills() -> int | None:
     """How many processes this machine's kernel has killed for memory since it started; None where it does not tell."""
-    try:
-        lines = (_PROC / "vmstat").read_text().splitlines()
-    except OSError:
-        return None
+    lines = read(_PROC / "vmstat").splitlines()
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
+
+
+def read(file: Path) -> str:
+    """What a file of the kernel's says; empty where there is none."""
+    try:
+        return file.read_text().strip()
+    except OSError:
+        return ""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from rondo.runtime.closing import Closing
 from rondo.runtime.processes import process
 from rondo.runtime.records import timeline
 from rondo.runtime.records.record import JsonLines
@@ -27,7 +28,7 @@ _SAMPLE_S, _MEMORY_S = 1.0, 10.0
 _SELF = "supervisor"
 
 
-class Ledger:
+class Ledger(Closing):
     """Opens both files to append. `on_event` gets every record after it is written."""
 
     def __init__(self, run_dir: Path, on_event: Callable[[dict[str, Any]], None]) -> None:
@@ -127,9 +128,3 @@ class Ledger:
         PROCESS.listener = None
         self._metrics.close()
         self._events.close()
-
-    def __enter__(self) -> Ledger:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

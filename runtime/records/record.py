@@ -21,6 +21,7 @@ from typing import Any
 
 import orjson
 
+from rondo.runtime.closing import Closing
 from rondo.runtime.records.telling import telling
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE
@@ -29,7 +30,7 @@ _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS | orjson.OPT_APP
 log = logging.getLogger("rondo.record")
 
 
-class JsonLines:
+class JsonLines(Closing):
     """Appends records to a file, opened at the first. `clock` gives the seconds since the epoch for the "time" of a record
     without one; `what` names it where it cannot be written, the file's name by default."""
 
@@ -68,12 +69,6 @@ class JsonLines:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-    def __enter__(self) -> JsonLines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def read_lines(lines: Iterable[bytes], path: Path) -> Iterator[Any]:

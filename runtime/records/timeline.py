@@ -236,8 +236,7 @@ class Timeline:
         self._fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         self._written = 0
         for old in sorted(self._folder.glob("*.jsonl"))[: -self._num_files]:
-            with contextlib.suppress(FileNotFoundError):
-                old.unlink()
+            old.unlink(missing_ok=True)
 
     def _close_file(self) -> None:
         if self._fd >= 0:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Set
 from pathlib import Path
 
 from rondo.runtime.admin.tokens import write_private
+from rondo.runtime.closing import Closing
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.memory.segments import Registration, SegmentServer
 from rondo.runtime.processes.cgroup import Cgroup
@@ -32,7 +33,7 @@ _SWEEP_S = 15.0
 _BACKLOG = 4096
 
 
-class Estate:
+class Estate(Closing):
     """Made whole or not at all. `longest_name` is the longest "<group>.<rank>" that will have a socket."""
 
     def __init__(self, run_dir: Path, longest_name: str, on_register: Callable[[Registration], None]) -> None:
@@ -73,12 +74,6 @@ class Estate:
     def close(self) -> None:
         """Ends what still lives, then gives everything back. Safe to call twice."""
         self._ends.close()
-
-    def __enter__(self) -> Estate:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _folder(longest_name: str) -> Path:

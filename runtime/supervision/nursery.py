@@ -42,6 +42,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rondo.runtime.closing import Closing
 from rondo.runtime.errors import DeadlineExceeded, WorkerDied
 from rondo.runtime.processes.guard import PARENT_PID, die_with_parent
 from rondo.runtime.processes.process import exit_text, over
@@ -101,7 +102,7 @@ class Forked:
         return self.returncode
 
 
-class Nursery:
+class Nursery(Closing):
     """The supervisor's side. For the main thread, and the event loops that run on it, in a process that is a subreaper."""
 
     def __init__(self) -> None:
@@ -208,12 +209,6 @@ class Nursery:
         return WorkerDied(
             f"the nursery must start what it is told, got {how}. Read {self._log}; it ends with:\n{lines}"
         )
-
-    def __enter__(self) -> Nursery:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 async def _end_of(nursery: subprocess.Popen[bytes]) -> int:

@@ -146,8 +146,7 @@ def main() -> None:
     root = os.getpid()
     process.set_child_subreaper()
     listener = socket.socket(socket.AF_UNIX)
-    with contextlib.suppress(FileNotFoundError):
-        Path(path).unlink()
+    Path(path).unlink(missing_ok=True)
     listener.bind(path)
     listener.listen()
     with _woken() as wake:
