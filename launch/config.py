@@ -425,7 +425,7 @@ def override(config: RunConfig, sets: Sequence[str]) -> RunConfig:
     tree = config.model_dump(exclude_unset=True)
     for text in sets:
         _apply(tree, type(config), text)
-    return _validated(tree, "the --set options")
+    return unresolve(tree, "the --set options")
 
 
 def counted(config: RunConfig, num_rows: int | None) -> RunConfig:
@@ -443,10 +443,6 @@ def resolve(config: RunConfig) -> dict[str, Any]:
 
 def unresolve(tree: dict[str, Any], source: str = "config.resolved.json") -> RunConfig:
     """The config of a JSON form. ConfigError when it does not fit this version's settings."""
-    return _validated(tree, source)
-
-
-def _validated(tree: dict[str, Any], source: str) -> RunConfig:
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

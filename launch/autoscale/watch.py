@@ -56,11 +56,7 @@ class Autoscaler:
 
     async def run(self) -> None:
         """Until it is cancelled."""
-
-        async def look() -> None:
-            self.look()
-
-        await tell_every("autoscaler", self.rules.period_s, look)
+        await tell_every("autoscaler", self.rules.period_s, self.look)
 
     def enable(self, enabled: bool) -> None:
         """It decides nothing any more, or begins anew."""
@@ -103,10 +99,10 @@ class Autoscaler:
         since = {"out_since": state.out_since, "in_since": state.in_since, "at": last.at, "reason": last.reason}
         return {"conditions": told, "metrics": asdict(state.samples[-1]), "observations": since}
 
-    def look(self) -> Decision | None:
-        """One sample, and what follows from it; None while it decides nothing."""
+    def look(self) -> None:
+        """One sample, and what follows from it: `last`; nothing while it decides nothing."""
         if not self.enabled:
-            return None
+            return
         sample = self._sample()
         self._state, decision = decide(self._state, sample, self.rules)
         self.last = decision
@@ -116,7 +112,6 @@ class Autoscaler:
         self._num += 1
         if decision.action != "hold":
             self._scaler.ask(Wish(ROLE, decision.action, decision.target, f"{ASKED}{decision.reason}"))
-        return decision
 
     def _sample(self) -> Sample:
         view = self._scaler.view()

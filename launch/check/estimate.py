@@ -82,13 +82,10 @@ class Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class Traced:
-    """What a trace found of one role, of the rank that holds most."""
+class Traced(Sizes):
+    """What a trace found of one role, of the rank that holds most, at the moment at which it does; `how` tells it, and of which
+    depths."""
 
-    how: str
-    """Of which depths, and the moment at which it holds most."""
-    parts: Mapping[str, int]
-    """At that moment."""
     sent: Mapping[str, int] = field(default_factory=dict)
     """Collective -> what a rank sends or receives in a step."""
     num_micro_batches: int = 1
@@ -99,10 +96,6 @@ class Traced:
     """What a token more would take; None where it was not asked for."""
     ended: Mapping[str, int] = field(default_factory=dict)
     """When the forward of a step has ended: what it keeps for its backward, and its logits, among what is there."""
-
-    @property
-    def needed(self) -> int:
-        return sum(self.parts.values())
 
 
 def traces(config: JobConfig, group: RoleGroup) -> list[str]:

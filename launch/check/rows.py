@@ -42,8 +42,9 @@ class _Full:
     arrays: dict[str, np.ndarray]
 
     @property
-    def inputs(self) -> MediaInputs:
-        return MediaInputs("", self.arrays)
+    def positions(self) -> int:
+        """That its encoders compute."""
+        return MediaInputs("", self.arrays).encoder_positions
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Rows:
         room = config.rollout.max_prompt_tokens - 1
         kinds = [kind for kind in config.data.media_columns or family.modalities if kind in family.modalities]
         full = [_filled(kind, media, model_config, room) for kind in kinds]
-        return cls(config, sorted(full, key=lambda each: -each.inputs.encoder_positions))
+        return cls(config, sorted(full, key=lambda each: -each.positions))
 
     def micro_batch(self, *, shorter: bool = False) -> list[TrainRow]:
         """As many of the longest samples as fit, and a shorter one that fills it. shorter: half the tokens of each, or of its
@@ -81,14 +82,14 @@ class Rows:
 
     def prefill(self) -> list[Packable]:
         """The longest prompts that an engine takes in at once."""
-        length, most = self.config.rollout.max_prompt_tokens, max(map(_positions, self.prompts), default=0)
+        length, most = self.config.rollout.max_prompt_tokens, max((full.positions for full in self.prompts), default=0)
         number = max(1, -(-prefill_tokens(self.config) // (length + most)))
         prompts = [Packable(self._tokens(at, length, at), 1, self._media(at)) for at in range(number)]
         return prompts
 
     def _share(self) -> int:
         """Of a prompt's media, what each of its samples costs."""
-        return -(-max(map(_positions, self.prompts), default=0) // self.config.rollout.samples_per_prompt)
+        return -(-max((full.positions for full in self.prompts), default=0) // self.config.rollout.samples_per_prompt)
 
     def _row(self, number: int, length: int) -> TrainRow:
         rollout = self.config.rollout
@@ -121,10 +122,6 @@ class Rows:
             return None
         positions = np.tile(np.arange(self.config.rollout.max_prompt_tokens, dtype=np.float32), (3, 1))
         return MediaInputs(str(prompt), self.prompts[prompt % len(self.prompts)].arrays | {"positions": positions})
-
-
-def _positions(full: _Full) -> int:
-    return full.inputs.encoder_positions
 
 
 def _filled(kind: Modality, media: MediaConfig, config: Any, room: int) -> _Full:

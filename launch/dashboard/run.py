@@ -26,7 +26,7 @@ from rondo.launch.report.status import ask, live_record
 from rondo.launch.report.steps import critical_path, newest_steps
 from rondo.launch.report.summary import read
 from rondo.launch.report.timeline import SpanRecord, spans_between
-from rondo.launch.rundir import SupervisorRecord, owner, read_json, supervisor_record
+from rondo.launch.rundir import owner, read_json, supervisor_record
 from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.errors import ConfigError, Refused, RondoError
 from rondo.runtime.records.record import last_lines, read_lines
@@ -131,7 +131,7 @@ class Run:
 
     def stacks(self, process: str) -> dict[str, Any]:
         """Where the threads of a live run's process stand. ConfigError for a run that is over, Refused where it does not say."""
-        found: dict[str, Any] = ask(self._record(), f"/stacks?process={quote(process)}")
+        found: dict[str, Any] = ask(live_record(self.path, "to be asked"), f"/stacks?process={quote(process)}")
         return found
 
     def act(self, what: str, role: str | None, num_replicas: int | None, token: str) -> Any:
@@ -143,12 +143,11 @@ class Run:
         if what.startswith("scale"):
             body["num_replicas"] = num_replicas
         try:
-            return ask(self._record(), "/stop" if what == "stop" else f"/{role}/{what}", body, token)
+            return ask(
+                live_record(self.path, "to be asked"), "/stop" if what == "stop" else f"/{role}/{what}", body, token
+            )
         except Refused as error:
             raise TurnedDown(403, str(error)) from None
-
-    def _record(self) -> SupervisorRecord:
-        return live_record(self.path, "to be asked")
 
     def log(self, name: str) -> dict[str, Any]:
         """The end of a log. ConfigError for none of this run's."""

@@ -150,10 +150,7 @@ class LiveView:
         self.progress.add(record)
 
     async def run(self) -> None:
-        await tell_every("view", _REFRESH_S, self._refresh)
-
-    async def _refresh(self) -> None:
-        self._live.refresh()
+        await tell_every("view", _REFRESH_S, self._live.refresh)
 
     def __enter__(self) -> LiveView:
         with telling("view"):

@@ -102,11 +102,12 @@ class telling:  # reads as the statement it is
         return error is None or isinstance(error, Exception)
 
 
-async def tell_every(what: str, period_s: float, work: Callable[[], Awaitable[Any]]) -> None:
+async def tell_every(what: str, period_s: float, work: Callable[[], Awaitable[Any] | None]) -> None:
     """`work`, a pause of `period_s` seconds, and so on until it is cancelled; a time that fails does not end it."""
     while True:
         with telling(what):
-            await work()
+            if (begun := work()) is not None:
+                await begun
         await asyncio.sleep(period_s)
 
 

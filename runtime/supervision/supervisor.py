@@ -197,7 +197,7 @@ class Supervisor(Actor):
                 self._do(self._machine.tick(time.monotonic(), self._beats()))
                 with telling("memory and processor time"):
                     self._ledger.sample(self._lives.values(), self._nursery.pids, self._segment_bytes())
-                self._reap_orphans()
+                process.reap(self.strays())  # what roles left behind: servers of theirs have processes of their own
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._finished.wait(), TICK_S)
             for helper in self._helpers:
@@ -286,12 +286,8 @@ class Supervisor(Actor):
             self._do(self._machine.fatal(life.name, str(error), time.monotonic()))
         life.close()
         self._estate.segments.drop(segment_name(life.name, life.number))
-        self._reap_orphans()
-        self._do(self._machine.gone(life.name, life.number, time.monotonic()))
-
-    def _reap_orphans(self) -> None:
-        """What roles started and left behind: the servers that one of them runs have processes of their own."""
         process.reap(self.strays())
+        self._do(self._machine.gone(life.name, life.number, time.monotonic()))
 
     def strays(self) -> list[process.Stat]:
         """Processes of no living life that came to this one, as its subreaper."""
