@@ -190,28 +190,21 @@ def show(config: Path | None, sets: Sequence[str], *, changed: bool, schema: boo
     from rondo.runtime.errors import ConfigError
 
     if metrics:
-        from rondo.launch.metrics.page import page
-
-        print(page(), end="")
+        print(_in("rondo.launch.metrics.page", "page")(), end="")
         return EXIT_DONE
     if grafana:
-        from rondo.launch.metrics.grafana import dashboard
-
-        print(json.dumps(dashboard(), indent=2))
-        return EXIT_DONE
-    if schema:
-        from rondo.launch.schema import schema as of_all
-
-        print(json.dumps(of_all(), indent=2))
-        return EXIT_DONE
-    if config is None:
+        found = _in("rondo.launch.metrics.grafana", "dashboard")()
+    elif schema:
+        found = _in("rondo.launch.schema", "schema")()
+    elif config is None:
         raise ConfigError("CONFIG.py must be named to show its settings, got nothing. Name it, or ask for --schema")
-    found = settings.load(config, sets)
-    if changed:
-        for path, value in settings.changed(found):
+    elif changed:
+        for path, value in settings.changed(settings.load(config, sets)):
             print(f"{path} = {value!r}")
+        return EXIT_DONE
     else:
-        print(json.dumps(settings.resolve(found), indent=2))
+        found = settings.resolve(settings.load(config, sets))
+    print(json.dumps(found, indent=2))
     return EXIT_DONE
 
 
@@ -239,7 +232,7 @@ def slurm(**options: Any) -> int:
     return main(SlurmOptions(**options))
 
 
-def _in(module: str, name: str) -> Callable[..., int]:
+def _in(module: str, name: str) -> Callable[..., Any]:
     """That function, imported when it is called."""
     return lambda **options: getattr(import_module(module), name)(**options)
 

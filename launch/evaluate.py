@@ -29,14 +29,13 @@ from pathlib import Path
 from typing import Any
 
 from rondo.launch import train
-from rondo.launch.code import belonging_to
 from rondo.launch.config import RunConfig, load, override, resolve, unresolve
 from rondo.launch.export import adapters_of
 from rondo.launch.plan import group_specs
 from rondo.launch.report.records import evaluation_records, read_records
 from rondo.launch.report.status import ask
 from rondo.launch.report.view import pairs, say
-from rondo.launch.rundir import checkpoint_of, existing_run, read_json, supervisor_record, write_json
+from rondo.launch.rundir import checkpoint_of, existing_run, supervisor_record, write_json
 from rondo.roles.config import EvalConfig, EvalSet, benchmark
 from rondo.roles.config.evaluations import NAMES
 from rondo.runtime.checkpoints import MARKER, is_named
@@ -94,7 +93,7 @@ def main(
         )
         options = train.TrainOptions(meant.module, plain=plain, trains=False)
         with train.prepared(settings, f"{settings.name}-eval", options, nursery, specs, num_steps=0) as (run, admin):
-            outcome = train.supervised(train.settings_of(run), run, options, admin, nursery, specs, attempt=0)
+            outcome = train.supervised(train.settings_of(run.path), run, options, admin, nursery, specs, attempt=0)
             found = found_in(run.path, settings)
             of = {"source": source, "checkpoint": meant.checkpoint and meant.checkpoint.name, "seed": settings.seed}
             write_json(run.path / FILE, of | found)
@@ -139,7 +138,7 @@ def _meant(source: str, config: Path | None, checkpoint: str | None) -> Meant:
         run, found = checkpoint_of(path, checkpoint)
         if config is not None:
             return Meant(load(config), config, str(path), found)
-        settings = belonging_to(unresolve(read_json(run / "config.resolved.json")), run)
+        settings = train.settings_of(run)
         train.work_where_it_began(run)
         return Meant(settings, run / "config.py", str(path), found)
     if is_named(path):

@@ -18,14 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rondo.launch import train
-from rondo.launch.code import belonging_to
 from rondo.launch.config import RunConfig, resolve, unresolve
 from rondo.launch.plan import group_specs
 from rondo.launch.progress import at_work
 from rondo.launch.report.compare import Comparison, compare, lines
 from rondo.launch.report.records import print_json, read_records
 from rondo.launch.report.view import say
-from rondo.launch.rundir import existing_run, owner, read_json
+from rondo.launch.rundir import existing_run, owner
 from rondo.roles.training.parts import linked
 from rondo.roles.training.trained_samples import steps_of
 from rondo.runtime.checkpoints import check_format, complete, folder_of, goes_on_from, resets, version_of
@@ -41,7 +40,7 @@ def main(path: Path, *, step: int, plain: bool, as_json: bool) -> int:
     """0 where everything is equal, 1 where something differs or the replay failed, 130 where it was stopped. ConfigError where
     nothing was started."""
     run = existing_run(path)
-    before = belonging_to(unresolve(read_json(run / "config.resolved.json")), run)
+    before = train.settings_of(run)
     begun = _begun(run, before, step)
     train.work_where_it_began(run)
     say(f"steps {begun} to {step} of {run.name} are trained again, from {f'version {begun}' if begun else 'the start'}")
@@ -54,7 +53,7 @@ def main(path: Path, *, step: int, plain: bool, as_json: bool) -> int:
     ):
         if begun:
             _link(run, made.path, begun)
-        outcome = train.supervised(train.settings_of(made), made, options, admin, nursery, specs, attempt=0)
+        outcome = train.supervised(train.settings_of(made.path), made, options, admin, nursery, specs, attempt=0)
     say(f"run directory: {made.path}")
     return train.ended(outcome) or tell(run, made.path, step, as_json=as_json)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rondo.launch.code import belonging_to
-from rondo.launch.config import override, unresolve
+from rondo.launch.config import override
 from rondo.launch.differences import differences
 from rondo.launch.manifest import gathered, parted
 from rondo.launch.report.view import say
-from rondo.launch.rundir import environment, existing_run, read_json
-from rondo.launch.train import TrainOptions, main, work_where_it_began
+from rondo.launch.rundir import environment, existing_run
+from rondo.launch.train import TrainOptions, main, settings_of, work_where_it_began
 from rondo.runtime.supervision.nursery import Nursery
 
 
@@ -24,7 +23,7 @@ def rerun(path: Path, *, sets: Sequence[str] = (), dry_run: bool = False, plain:
     or its data, are gone."""
     run = existing_run(path)
     work_where_it_began(run)
-    config = override(belonging_to(unresolve(read_json(run / "config.resolved.json")), run), list(sets))
+    config = override(settings_of(run), list(sets))
     say(f"comparing what {run.name} was made of with what is here: packages, code, machine, then data ...")
     found = differences(run, config)
     was, now = gathered(run), gathered(run, environment(run))

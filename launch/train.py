@@ -106,7 +106,7 @@ def main(
     with nursery or Nursery() as nursery, prepared(config, config.name, options, nursery, planned) as (run, admin):
         if before is not None:
             before(run)
-        config = settings_of(run)
+        config = settings_of(run.path)
         return _run(config, run, options, admin, nursery, groups or group_specs(config), attempt=0)
 
 
@@ -153,11 +153,11 @@ def resume(
                 "Start it again with `rondo train`; set train.save_every to have checkpoints earlier."
             )
         _, found = checkpoint_of(run.path, checkpoint)
-        config = settings_of(run)
+        config = settings_of(run.path)
         read_json(run.path / PREPARED)
         work_where_it_began(run.path)
         _compare(config, run, accept_changes=accept_changes)
-        config = settings_of(run)  # other rows that were accepted make other steps
+        config = settings_of(run.path)  # other rows that were accepted make other steps
         if sets:
             config = _placed_anew(config, run, sets, nursery)
         with listen(config.admin) as admin:
@@ -169,9 +169,9 @@ def resume(
             return _run(config, run, options, admin, nursery, group_specs(config), attempt=run.next_attempt())
 
 
-def settings_of(run: RunDir) -> RunConfig:
+def settings_of(run: Path) -> RunConfig:
     """As its processes use them: functions are those of the run's own code."""
-    return belonging_to(unresolve(read_json(run.config_json)), run.path)
+    return belonging_to(unresolve(read_json(run / "config.resolved.json")), run)
 
 
 def _compare(config: RunConfig, run: RunDir, *, accept_changes: bool) -> None:

@@ -103,11 +103,10 @@ class NotYet(RondoError, RuntimeError):
 class RemoteError(RondoError, RuntimeError):
     """An error of the other side whose type does not travel; `type_name` names it."""
 
-    def __init__(self, type_name: str, message: str, remote_traceback: str | None = None) -> None:
+    def __init__(self, type_name: str, message: str) -> None:
         super().__init__(f"{type_name}: {message}" if message else type_name)
         self.type_name = type_name
         self.message = message
-        self.remote_traceback = remote_traceback
 
 
 class CorruptData(RondoError, ValueError):

@@ -57,14 +57,8 @@ class Alerts:
         self, run: Path, config: AlertsConfig, file: Path, kept: Mapping[str, Any], num_addresses: int, send: Send,
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
-        self._run, self._config, self._file, self._num, self._send, self._clock = (
-            run,
-            config,
-            file,
-            num_addresses,
-            send,
-            clock,
-        )
+        self._run, self._config, self._file, self._num = run, config, file, num_addresses
+        self._send, self._clock = send, clock
         own = (load_reference(relative_to(run, each), "alerts.rules") for each in config.rules)
         self._rules: tuple[Rule, ...] = (*OURS, *own)
         self._kept, self._said = dict(kept), b""

@@ -124,15 +124,17 @@ def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Find
 def _settings(config: RunConfig, facts: Facts) -> Iterator[Finding]:
     """What holds on every machine."""
     if config.own is not None:
-        yield from _job(config, config.own, facts)
-        return
-    yield from _batch(config)
-    yield from look_at_given(config)
-    yield from _learning(config)
-    yield from _ring(config, sampled_bytes(config, routed := routed_bytes(config, facts.shape)))
-    yield from _column_ring(config, routed)
-    yield from _compared(config)
-    yield from _model(config, facts)
+        yield from _job(config, config.own)
+    else:
+        yield from _batch(config)
+        yield from look_at_given(config)
+        yield from _learning(config)
+        yield from _ring(config, sampled_bytes(config, routed := routed_bytes(config, facts.shape)))
+        yield from _column_ring(config, routed)
+        yield from _compared(config)
+        yield from _model(config, facts)
+    if facts.num_parameters is not None:
+        yield ok(f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions")
 
 
 def memory_order() -> Finding:
@@ -148,7 +150,7 @@ def memory_order() -> Finding:
     )
 
 
-def _job(config: RunConfig, own: SupervisedConfig, facts: Facts) -> Iterator[Finding]:
+def _job(config: RunConfig, own: SupervisedConfig) -> Iterator[Finding]:
     """Of one without rollouts."""
     trains = config.group_of("actor")
     assert trains is not None
@@ -166,8 +168,6 @@ def _job(config: RunConfig, own: SupervisedConfig, facts: Facts) -> Iterator[Fin
             f"{config.job}.batch_size {own.batch_size} leaves some of {trains.processes} processes without a row, which "
             "compute as long. Raise it, or lower the group's processes"
         )
-    if facts.num_parameters is not None:
-        yield ok(f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions")
 
 
 def _batch(config: RunConfig) -> Iterator[Finding]:
@@ -350,8 +350,6 @@ def _model(config: RunConfig, facts: Facts) -> Iterator[Finding]:
                 f"rollout.max_prompt_tokens + {section}.max_new_tokens must be at most {of}, {most}, "
                 f"got {prompt} + {length} = {prompt + length}. Lower one of them"
             )
-    if facts.num_parameters is not None:
-        yield ok(f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions")
 
 
 def _devices(config: RunConfig, facts: Facts) -> Iterator[Finding]:

@@ -93,20 +93,14 @@ class Wish:
     model_name: str = "default"
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request(Wish):
     """One wish, and what has become of it. Times in seconds since the epoch. `engine_ids`: new replicas that are up;
     `selected_engines`: those that the wish is about."""
 
     request_id: str
     status: Status
-    role: str
-    action: Action
-    num_replicas: int
     message: str = ""
-    reason: str = ""
-    model_name: str = "default"
-    engine_urls: tuple[str, ...] = ()
     selected_engines: tuple[str, ...] = ()
     engine_ids: tuple[str, ...] = ()
     removed_engines: tuple[str, ...] = ()
@@ -115,11 +109,7 @@ class Request:
     error_message: str = ""
     weight_version: int | None = None
     """The oldest that the new replicas have proved, once they are up."""
-    policy: Policy = "keep_partial"
-    force: bool = False
     timeout_s: float = 0.0
-    dry_run: bool = False
-    idempotency_key: str | None = None
     created_at: float = 0.0
     updated_at: float = 0.0
 

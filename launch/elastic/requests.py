@@ -18,7 +18,7 @@ import re
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from types import MappingProxyType
 
 from rondo.launch.elastic.joining import Call, Joining
@@ -217,12 +217,12 @@ class Requests:
             chosen = self._names(self._groups[wish.role], wish.num_replicas - len(living)) if begins else ()
         elif wish.action == "scale_in":
             chosen = living[::-1][: max(0, len(living) - wish.num_replicas)]  # the newest first
-        timeout_s = wish.timeout_s if wish.timeout_s is not None else self._default_s[wish.action]
+        told = {
+            "num_replicas": wish.num_replicas if wish.action != "restart" else len(living),
+            "timeout_s": wish.timeout_s if wish.timeout_s is not None else self._default_s[wish.action],
+        }
         return Request(
-            request_id=uuid.uuid4().hex[:12], status=Status.PENDING, role=wish.role, action=wish.action,
-            num_replicas=wish.num_replicas if wish.action != "restart" else len(living), reason=wish.reason,
-            model_name=wish.model_name, engine_urls=wish.engine_urls, selected_engines=tuple(chosen), policy=wish.policy,
-            force=wish.force, timeout_s=timeout_s, dry_run=wish.dry_run, idempotency_key=wish.idempotency_key,
+            **asdict(wish) | told, request_id=uuid.uuid4().hex[:12], status=Status.PENDING, selected_engines=tuple(chosen),
             created_at=at, updated_at=at,
         )  # fmt: skip
 

@@ -90,10 +90,9 @@ class Scaler:
         ref: Callable[[str], ActorRef] | None = None,
         *,
         fixed: bool = False,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._supervisor, self._config = supervisor, config
-        self._tell, self._proved, self._clock = tell, proved, clock
+        self._tell, self._proved, self._clock = tell, proved, time.monotonic
         self._room, self._run = Room(config, run), run
         self._groups = {group.name: group for group in config.groups if not (fixed or set(TRAINED) & set(group.roles))}
         limits = config.supervision

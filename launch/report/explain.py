@@ -156,10 +156,7 @@ def explain(steps: Sequence[Step], setup: Setup, processor: Processor) -> Explan
 def _share(role: str, steps: Sequence[Step]) -> RoleShare:
     uses = [(step.step_s, step.roles[role]) for step in steps if role in step.roles]
     time_s = sum(step_s * use.num_processes for step_s, use in uses)
-    waits: dict[str, float] = {}
-    for _, use in uses:
-        for whom, seconds in use.waits_s.items():
-            waits[whom] = waits.get(whom, 0.0) + seconds / time_s
+    waits = {whom: seconds / time_s for whom, seconds in _sum(use.waits_s for _, use in uses).items()}
     if role == "actor":  # its own parts tell whom it waits for
         total = sum(step.step_s for step in steps)
         for whom, seconds in waits_of(_sum(step.trainer for step in steps)).items():

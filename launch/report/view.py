@@ -225,9 +225,9 @@ def pairs(values: Mapping[str, Any]) -> str:
     return " ".join(f"{name}={_value(value)}" for name, value in values.items() if isinstance(value, str | int | float))
 
 
-def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
-    """The course of the values in `width` characters at most, each the mean of its part, between their extremes."""
-    num_parts = min(width, len(values))
+def sparkline(values: Sequence[float]) -> str:
+    """The course of the values in a few characters, each the mean of its part, between their extremes."""
+    num_parts = min(_SPARK_WIDTH, len(values))
     edges = [len(values) * index // num_parts for index in range(num_parts + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
     low, high = min(means), max(means)

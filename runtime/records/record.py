@@ -111,11 +111,11 @@ class KeyValueFormatter(logging.Formatter):
         return line
 
 
-def log_to_stderr(process_fields: Mapping[str, object], level: int = logging.INFO) -> None:
+def log_to_stderr(process_fields: Mapping[str, object]) -> None:
     """Sends this process's log to stderr as `key=value` lines; whoever started the process keeps stderr in a file."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(KeyValueFormatter(process_fields))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o644) -> None:

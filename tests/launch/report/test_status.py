@@ -49,7 +49,8 @@ async def main(parent):
         server = AdminServer(AdminConfig(tls_cert=cert, tls_key=key), provider, token=token)
         server.route("GET", "/scaling", scaling, scope="read", operation=Operation("Replicas.", dict))
         await server.start()
-        run.write_supervisor(rt_dir=parent, admin_host="127.0.0.1", admin_port=server.port, token_path=parent / "token", admin_cert=cert)
+        port = server.port
+        run.write_supervisor(rt_dir=parent, admin_host="127.0.0.1", admin_port=port, token_path=parent / "token", admin_cert=cert)
         print("ready", flush=True)
         await provider.stopped.wait()
         await server.close()
