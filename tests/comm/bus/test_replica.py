@@ -46,7 +46,7 @@ async def work(run: Served, script: Callable[[Bus, Lease], Awaitable[None]]) -> 
             role._ctx.stopping.set()
 
     role = Scripted(bus, fill)
-    async with asyncio.timeout(10), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         await role._work(tasks)
     assert role._running == {} and run.coordinator.index.counts["ready"] == 3
     assert [ring.reserved for ring in run.coordinator.index.space.rings.values() if ring.reserved] == []

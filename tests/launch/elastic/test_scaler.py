@@ -190,7 +190,7 @@ async def test_engines_that_run_already_are_attached_shown_and_let_go_and_a_call
     rig.scaler._ref = ref
 
     async def settled() -> Status:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             while rig.scaler.view().active is not None:
                 await asyncio.sleep(0.005)
                 rig.scaler.advance()

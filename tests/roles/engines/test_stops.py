@@ -82,7 +82,7 @@ class Growing:
 
 
 async def sampled(engine: Any, stops: Stops = STOPS, num: int = 40) -> tuple[str, str]:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         done = await whole_sample(engine, asked(num), stops)
     assert len(done.tokens) == len(done.log_probs) == len(done.policy_versions)
     assert done.routed_experts is None or len(done.routed_experts) == 2 + len(done.tokens) - 1

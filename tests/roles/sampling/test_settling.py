@@ -121,7 +121,7 @@ class Actor(ActorRole):
 
 
 async def until(log: list[str], name: str, times: int) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while log.count(name) < times:  # noqa: ASYNC110 - the log belongs to what is tested, and has no event
             await asyncio.sleep(0)
 

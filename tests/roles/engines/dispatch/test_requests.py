@@ -60,7 +60,7 @@ async def over(*engines: Any, limits: DispatchLimits = QUICK) -> AsyncIterator[D
     dispatcher = Dispatcher(engines, reload=nothing, limits=limits)
     await routable(dispatcher, *(f"engine-{i}" for i in range(len(engines))))
     try:
-        async with asyncio.timeout(15):
+        async with asyncio.timeout(60):
             yield dispatcher
     finally:
         await dispatcher.close()
