@@ -53,8 +53,9 @@ class Run:
         """The run from its first step to its last."""
         return self.over(to_the_end(rondo, self.line(*arguments, **options), self.path))
 
-    def ended(self, process: Running) -> Ended:
-        return self.over(finish(process, self.path))
+    def resumed(self, rondo: Rondo, *options: str) -> Ended:
+        """The run from where it goes on to its last step."""
+        return self.over(to_the_end(rondo, [*RONDO, "resume", str(self.path), *options], self.path))
 
     def over(self, ended: Ended) -> Ended:
         """It has come to its end, with nothing left."""

@@ -52,14 +52,14 @@ def test_every_mode_trains_the_same_samples_in_the_same_rounds_to_the_same_bits(
 
 
 def test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits(
-    modes: dict[str, Run], tmp_path: Path
+    modes: dict[str, Run], tmp_path: Path, rondo: Rondo
 ) -> None:
     run = Run(tmp_path / "disturbed")
     kills = [f"{role}@{STEPS.randint(1, 5)}" for role in ("actor", "rollout")]
     run.stop(run.train(DISTURBED, kills=kills), at_step=STEPS.randint(5, 7))
     run.kill(run.resume(), at_step=STEPS.randint(9, 11))
     older, newest = complete(run.path / "checkpoints")[-2:]
-    ended = run.ended(run.resume("--checkpoint", older.name))
+    ended = run.resumed(rondo, "--checkpoint", older.name)
     assert (run.path / "checkpoints" / ASIDE / newest.name / MARKER).is_file()
     assert [each.name for each in complete(run.path / "checkpoints")] == ["step_000015", "step_000017"]
     assert first_difference(modes["colocate"].path, run.path) is None
@@ -90,7 +90,7 @@ def test_above_staleness_0_a_disturbed_run_consumes_the_same_prompts_in_the_same
     run, how = Run(tmp_path / "stale"), {"sets": ["max_staleness=2"], "kills": [f"rollout@{STEPS.randint(1, 4)}"]}
     if LONG:  # the test above does so on policy, and tests/e2e stops a stale run, which goes on
         run.kill(run.train("hybrid", **how), at_step=STEPS.randint(6, 10))
-        run.ended(run.resume())
+        run.resumed(rondo)
     else:
         run.whole(rondo, "hybrid", **how)
     assert first_difference(modes["colocate"].path, run.path, ids_only=True) is None
