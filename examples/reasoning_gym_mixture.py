@@ -5,8 +5,8 @@
 
 Sums of two digits, products of two digits, and words of three or four letters spelled backward: rows are made as they are asked
 for, and the package's own `score_answer` judges what the policy says. A warm-up on answers of which half have a wrong character
-shows what answers look like; reinforcement learning then raises the reward of products and of words. Sums stay where they are in
-so short a run.
+shows what answers look like; reinforcement learning then has fewer of them wrong. What each task asks is one token of this
+model, which knows letters else.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ from rondo.roles.config import (
     TrainConfig,
 )
 
+ASKED = (
+    "State the final answer to the following arithmetic problem: ",
+    "Solve the following multiplication: ",
+    "Give only the result as your final answer.",
+    "Spell this word backward (example: sun -> nus): ",
+)
 DIGITS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 
 
@@ -41,32 +47,32 @@ def half_wrong(prompt: str, label: str, draw: random.Random) -> str:
 
 config = RunConfig(
     name="reasoning_gym_mixture",
-    num_steps=60,
+    num_steps=150,
     max_staleness=1,
     groups=fully_async(),
     model=ModelConfig(
         build="rondo.models.tiny.qwen3:build",
-        build_args={"hidden_size": 128, "num_layers": 2},
+        build_args={"hidden_size": 128, "num_layers": 2, "words": ASKED},
     ),
     data=DataConfig(
         metadata="metadata",
-        held_out=192,
+        held_out=512,
         sources={
             "sums": SourceConfig(path="gym:chain_sum", args=DIGITS, weight=2),
             "products": SourceConfig(path="gym:products", args=DIGITS, weight=1),
             "backward": SourceConfig(path="gym:spell_backward", args={"min_word_len": 3, "max_word_len": 4}, weight=1),
         },
     ),
-    evaluation=EvalConfig(num_prompts=192),
+    evaluation=EvalConfig(num_prompts=512),
     reward=RewardConfig(function="reasoning_gym", args={"inside": None}),
     algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
     rollout=RolloutConfig(
         prompts_per_step=32,
         samples_per_prompt=8,
-        max_prompt_tokens=160,
+        max_prompt_tokens=24,
         max_new_tokens=8,
         num_slots=256,
     ),
-    train=TrainConfig(lr=5e-4, warmup_steps=5, micro_batch_tokens=8192),
-    sft=SftConfig(demonstrate=half_wrong, steps=200, batch_size=64, lr=2e-3, warmup_steps=20),
+    train=TrainConfig(lr=5e-4, warmup_steps=5, micro_batch_tokens=4096),
+    sft=SftConfig(demonstrate=half_wrong, steps=500, batch_size=128, lr=2e-3, warmup_steps=20),
 )

@@ -1,11 +1,12 @@
-"""A text game: two CPU cores, no downloads, some minutes. A tiny Qwen3 learns to guess a number in few turns, by TextArena.
+"""A text game: two CPU cores, no downloads, some minutes. A tiny Qwen3 guesses a number in five turns, by TextArena.
 
     pip install 'rondo-rl[textarena]'
     rondo train examples/text_game.py
 
-A guess is answered with "higher" or "lower". A game that is won is worth 1, one whose ten guesses are used up, or that ends with
-a second thing that is no guess, what the last guess was near. A warm-up on games of a player who halves what is left, but guesses
-anywhere every third time, shows how guesses are written; reinforcement learning then has them halve more often.
+A guess is answered with "higher" or "lower". A game that is won is worth 1, one that is not won by the fifth guess 0: who always
+halves what is left wins every time. A warm-up on games of a player who does so every other time, and else guesses anywhere, shows
+how guesses are written and where the middle is; reinforcement learning is to have it halve more often. A guess is one token of
+this model, and so is each sentence of the game: in letters a game, and with it a step, would be six times as long.
 """
 
 from __future__ import annotations
@@ -25,13 +26,43 @@ from rondo.roles.config import (
     SftConfig,
     TrainConfig,
 )
+from rondo.roles.sampling.environments import Step
 
 GAME = "GuessTheNumber-v0"
-HELD_OUT = 64
+WORDS = (
+    "You are Player 0. You are playing Guess The Number.",
+    "You have to guess the number between 1 and 20 within 10 turns.",
+    "As you enter your guess, the game will provide you with hints such as 'higher' or 'lower'.",
+    "You may provide your response in any manner.",
+    "Only the number that is wrapped in square brackets will be considered as your guess. For example, [5].",
+    "As you play, the history of your guesses will be appended below.",
+    "Use the information to complete the game before you run out of guesses.",
+    "Enter your guess.",
+    "The target number is higher.",
+    "The target number is lower.",
+    *(f"[{number}]" for number in range(1, 21)),
+)
+HELD_OUT = 256
 
 
-def played(num_games: int = 2400, seed: int = 1 << 20) -> list[dict[str, Any]]:
-    """Games of a player who is not always careful, as conversations."""
+class Guessing:
+    """The game, won or not: for a near guess at its end the package gives something, by which a policy learns to end it."""
+
+    replays = True
+    reward = 0.0
+
+    def reset(self, textarena: dict[str, Any]) -> None:
+        from rondo.roles.data.text_games import Game
+
+        self._game = Game(**textarena)
+
+    def step(self, said: str) -> Step:
+        answer, worth = self._game.act(said)
+        return Step(answer or None, None if worth is None else float(worth == 1), over=worth is not None)
+
+
+def played(num_games: int = 6000, seed: int = 1 << 20) -> list[dict[str, Any]]:
+    """Games of a player who is careful every other time, as conversations."""
     from rondo.roles.data.text_games import Game
 
     draw, games = random.Random(seed), []
@@ -39,7 +70,7 @@ def played(num_games: int = 2400, seed: int = 1 << 20) -> list[dict[str, Any]]:
         game, low, high, said = Game(GAME, seed + number), 1, 20, None
         messages = [{"role": "user", "content": game.prompt}]
         while said is None or said.worth is None:
-            careless = draw.random() < 1 / 3
+            careless = draw.random() < 1 / 2
             guess = draw.randint(1, 20) if careless else (low + high) // 2
             said = game.act(f"[{guess}]")
             messages.append({"role": "assistant", "content": f"[{guess}]"})
@@ -54,12 +85,12 @@ def played(num_games: int = 2400, seed: int = 1 << 20) -> list[dict[str, Any]]:
 
 config = RunConfig(
     name="text_game",
-    num_steps=40,
+    num_steps=50,
     max_staleness=1,
     groups=fully_async(),
     model=ModelConfig(
         build="rondo.models.tiny.qwen3:build",
-        build_args={"hidden_size": 128, "num_layers": 2},
+        build_args={"hidden_size": 128, "num_layers": 2, "words": WORDS},
     ),
     data=DataConfig(
         path=f"textarena:{GAME}", args={"size": 4000}, label=None, metadata="metadata", apply_chat_template=True,
@@ -70,18 +101,18 @@ config = RunConfig(
     rollout=RolloutConfig(
         prompts_per_step=16,
         samples_per_prompt=8,
-        max_prompt_tokens=640,
-        max_new_tokens=800,
-        max_turns=10,
-        environment=EnvironmentConfig(factory="textarena"),
-        num_slots=64,
+        max_prompt_tokens=64,
+        max_new_tokens=256,
+        max_turns=5,
+        environment=EnvironmentConfig(factory=Guessing),
+        num_slots=128,
     ),
-    train=TrainConfig(lr=3e-4, warmup_steps=5, micro_batch_tokens=8192),
+    train=TrainConfig(lr=5e-4, warmup_steps=5, micro_batch_tokens=8192),
     sft=SftConfig(
         data=DataConfig(rows=played, prompt="messages", label=None, apply_chat_template=True),
         turns="all",
-        steps=150,
-        batch_size=16,
+        steps=400,
+        batch_size=32,
         lr=2e-3,
         warmup_steps=10,
         micro_batch_tokens=8192,

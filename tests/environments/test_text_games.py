@@ -97,4 +97,4 @@ def test_the_example_plays_its_games(tmp_path: Path) -> None:
     )  # fmt: skip
     lines = (tmp_path / "runs/text_game/metrics.jsonl").read_text().splitlines()
     played = [each["environments"] for each in map(json.loads, lines) if each.get("environments")]
-    assert played[-1]["TextGame"]["steps"] > 0 and played[-1]["TextGame"]["errors"] == 0
+    assert played[-1]["Guessing"]["steps"] > 0 and played[-1]["Guessing"]["errors"] == 0
