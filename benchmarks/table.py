@@ -584,7 +584,7 @@ def agents(f: Figures) -> Iterator[Row]:
     yield (
         f"{f['episodes_open']:,} episodes open at once, tools of 0.1 to 30 s, two replicas whose engines wait in the place of "
         "computing: slots used while work waits; a turn beside engine and tool; memory an episode",
-        f"{f['slots_used']:.1%}; {f['turn_cpu_us'] / 1e3:.2f} ms of CPU; {f['episode_kb']:.0f} kB",
+        f"{f['slots_used']:.1%}; {(f['turn_cpu_us'] - f['engine_cpu_us']) / 1e3:.2f} ms of CPU; {f['episode_kb']:.0f} kB",
     )
     yield (
         "episodes there, lost, counted twice; the same with a replica and one of its worker processes killed by SIGKILL",

@@ -51,7 +51,7 @@ from rondo.roles.sampling import tools
 from rondo.roles.sampling.episode import Episode, Turn
 from rondo.roles.sampling.mcp_servers import McpServers
 from rondo.roles.sampling.media_tools import takes_media
-from rondo.roles.sampling.tools import SETTING, Answer, Call
+from rondo.roles.sampling.tools import SETTING, Answer, Call, signature_of
 from rondo.roles.sampling.workflow import Client, Context, Workflow
 from rondo.runtime.errors import DeadlineExceeded
 from rondo.runtime.reference import in_one_line, load_reference
@@ -340,10 +340,12 @@ class Environments:
 
     def _columns(self, row: Row, reset: Callable[..., Any]) -> dict[str, Any]:
         """Of a row, as the user's data name them, those that `reset` has parameters for; what it does to them no sibling sees."""
-        data, parameters = self._config.data, inspect.signature(reset).parameters
-        every = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters.values())
+        data, function = self._config.data, getattr(reset, "__func__", reset)
+        parameters = [*signature_of(function).parameters.values()][function is not reset :]  # without self
+        every = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+        taken = {each.name for each in parameters}
         named = {**row.metadata, data.prompt: row.prompt, **({} if data.label is None else {data.label: row.label})}
-        return copy.deepcopy({name: value for name, value in named.items() if every or name in parameters})
+        return copy.deepcopy({name: value for name, value in named.items() if every or name in taken})
 
     def _count(self, name: str, seconds: float = 0.0, *, steps: int = 1, errors: int = 0, timeouts: int = 0) -> None:
         had = self._stats.get(name, EnvironmentStats())

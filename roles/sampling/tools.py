@@ -163,14 +163,14 @@ def arguments_of(call: Call, tool: Callable[..., Any]) -> dict[str, Any] | Answe
         if not isinstance(arguments, dict):
             raise TypeError("arguments must be an object of names and values")
         function = getattr(tool, "__func__", tool)
-        _signature(function).bind(*((None,) if function is not tool else ()), **arguments)
+        signature_of(function).bind(*((None,) if function is not tool else ()), **arguments)
     except (TypeError, ValueError) as error:
         return failed(error)
     return arguments
 
 
 @functools.lru_cache(256)
-def _signature(function: Callable[..., Any]) -> inspect.Signature:
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
     """Which takes as long as the rest of a call."""
     return inspect.signature(function)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -13,7 +14,7 @@ import uvloop
 
 from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.supervision.spec import GroupSpec, SupervisorConfig
-from rondo.runtime.supervision.supervisor import Supervisor
+from rondo.runtime.supervision.supervisor import Supervisor, stop_signals
 
 ROLES = Path(__file__).with_name("tiny_roles.py")
 
@@ -38,8 +39,12 @@ def main(text: str) -> int:
         modules=tuple(given["modules"]),
         kill=tuple((role, step) for role, step in given["kill"]),
     )
+    for number in stop_signals():  # the last of many may come when the run is over
+        signal.signal(number, lambda *_: None)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         outcome = runner.run(Supervisor(config, tell).run())
+    for number in stop_signals():
+        signal.signal(number, signal.SIG_IGN)
     tell({"kind": "outcome", **asdict(outcome), "light": not {"torch", "transformers"} & set(sys.modules)})
     return outcome.exit_code
 
