@@ -5,7 +5,7 @@
 
 A guess is answered with "higher" or "lower". A game that is won is worth 1, one that is not won by the fifth guess 0: who always
 halves what is left wins every time. A warm-up on games of a player who does so every other time, and else guesses anywhere, shows
-how guesses are written and where the middle is; reinforcement learning is to have it halve more often. A guess is one token of
+how guesses are written and where the middle is; reinforcement learning then has it halve more often. A guess is one token of
 this model, and so is each sentence of the game: in letters a game, and with it a step, would be six times as long.
 """
 
