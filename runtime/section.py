@@ -76,8 +76,8 @@ class Section(BaseModel):
 
     def changed(self, *names: str) -> dict[str, Any]:
         """Of these settings those that are not what they are by default, with their values."""
-        fields = type(self).model_fields
-        return {name: value for name in names if (value := getattr(self, name)) != fields[name].default}
+        default = {name: type(self).model_fields[name].get_default(call_default_factory=True) for name in names}
+        return {name: value for name in names if (value := getattr(self, name)) != default[name]}
 
 
 def references(section: BaseModel) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
+from dataclasses import asdict
 from typing import Any, cast
 
 import pytest
@@ -16,6 +16,7 @@ from rondo.roles.engines.sglang.restarts import KeptEngine, kept
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, PeerGone, WorkerDied
 from rondo.runtime.processes.process import TICKS_PER_S, Stat
 from rondo.runtime.waits import pending
+from tests.roles.engines.sglang.test_one_server import FOUND
 
 SILENT_S = 300.0
 LOOK_S = 5.0
@@ -31,7 +32,7 @@ class Under:
         self.closed_with: Exception | None = None
         self.given: list[int] = []
         self.updating, self.closed = asyncio.Event(), asyncio.Event()
-        self.capabilities, self.client = SimpleNamespace(report=dict), Client()
+        self.capabilities, self.client = FOUND, Client()
 
     def stats(self) -> EngineStats:
         return EngineStats(1, 8, self.num_running, 0, self.num_made, 0, self.num_made, 0, 0, 0)
@@ -182,7 +183,7 @@ async def test_a_server_that_cannot_be_restarted_is_tried_with_growing_pauses_an
         await bad.leave()
         await bad.until(3, "sglang")
         assert bad.pauses[-1] == 0.0
-    assert good.told == [("sglang", {"server": "good"})] and len(bad.told) == 2 + 12 + 1
+    assert good.told == [("sglang", {"server": "good", **asdict(FOUND)})] and len(bad.told) == 2 + 12 + 1
 
 
 async def test_a_server_that_is_away_is_listed_among_the_waits_with_the_reason() -> None:
