@@ -170,7 +170,7 @@ config = RunConfig(
         video_max_tokens=4,
         max_frames=2 if TOOL == "seek" else 768,
         min_frames=2 if TOOL == "seek" else 4,
-        max_group_bytes=1 << 18,
+        max_group_bytes=1 << 19,  # a long sound, and what a look at it gives
         max_turn_bytes=0 if TOOL == "none" else 1 << 18,
     ),
     evaluation=EvalConfig(
