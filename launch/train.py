@@ -57,7 +57,6 @@ from rondo.models.config import ModelConfig
 from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
 from rondo.runtime.admin.endpoint import AdminServer, listen
 from rondo.runtime.admin.openapi import QUERY
-from rondo.runtime.admin.server import Handler
 from rondo.runtime.checkpoints import goes_on_from, newest_complete, set_aside, version_of
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.records import timeline
@@ -420,8 +419,13 @@ async def _supervise(
             admin = AdminServer(config.admin, provider, token=token, audit=functools.partial(tell, "asked"))
             Questions(config, provider.ref, lambda: supervisor.snapshot().groups).mount(admin)
             admin.route("GET", "/timeline", serve_trace(run.path), scope="read", operation=TRACE)
-            stacks: Handler = lambda request: provider.stacks(request[QUERY].process)  # noqa: E731
-            admin.route("GET", "/stacks", stacks, scope="content", operation=STACKS)
+            admin.route(
+                "GET",
+                "/stacks",
+                lambda request: provider.stacks(request[QUERY].process),
+                scope="content",
+                operation=STACKS,
+            )
             fixed = groups != group_specs(config)
             scaler = Scaler(supervisor, config, run.path, tell, provider.proved, provider.ref, fixed=fixed)
             beside.append(asyncio.create_task(scaler.run()))

@@ -35,7 +35,10 @@ from rondo.runtime.waits import blocking
 
 Work = Callable[[Carrier, float], None]
 """A call on the carrier, with the seconds that are left for it."""
-_NOTHING: Work = lambda carrier, left_s: None  # noqa: E731  # as an ended call has to do
+
+
+def _nothing(carrier: Carrier, left_s: float) -> None:
+    """What an ended call still has to do."""
 
 
 @dataclass(slots=True)
@@ -87,7 +90,7 @@ class Communicator:
         self._closed = False
         self._interrupted = False
         self._num_calls = 0
-        self._forming = _Call("form", _NOTHING, time.monotonic() + deadline_s, None)
+        self._forming = _Call("form", _nothing, time.monotonic() + deadline_s, None)
         self._thread = threading.Thread(
             target=self._run, args=(store,), name=f"group {spec.name}/{epoch.number}", daemon=True
         )
@@ -245,7 +248,7 @@ class Communicator:
             error = failure
         with self._changed:
             call.error, call.ended = error, True
-            call.work = _NOTHING  # frees the tensors
+            call.work = _nothing  # frees the tensors
             self._changed.notify_all()
 
     def _next(self) -> _Call | None:

@@ -211,10 +211,8 @@ class Dashboard:
             told = Operation(text, Any, query=query)
             self.http.route("GET", f"/api/runs/{{run}}{suffix}", self._of_run(method), scope=scope, operation=told)
         one = Operation("An image, a sound or a video of kept samples.", bytes, query=Medium)
-        medium: Callable[[Run, Medium], tuple[bytes, str]] = lambda run, query: read(run.path, query.name)  # noqa: E731
-        self.http.route(
-            "GET", "/api/runs/{run}/media", self._of_run(medium, made=_file), scope="content", operation=one
-        )
+        media = self._of_run(lambda run, query: read(run.path, query.name), made=_file)
+        self.http.route("GET", "/api/runs/{run}/media", media, scope="content", operation=one)
         act = Operation("Have a live run do something.", Any, takes=Act)
         do = self._of_run(lambda run, asked: run.act(asked.what, asked.role, asked.num_replicas, asked.token), BODY)
         self.http.route("POST", "/api/runs/{run}/act", do, scope="content", operation=act)

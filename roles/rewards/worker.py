@@ -21,7 +21,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rondo.roles.rewards.scores import scored, scored_group
-from rondo.roles.rewards.several import Call, chosen, together
+from rondo.roles.rewards.several import chosen, together
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 from rondo.runtime.values import Encoded, encode
@@ -83,8 +83,11 @@ def open_function(
     elif by is None:
         call = together(calls, per == "group")
     else:
-        # The score of a row that another function has.
-        nothing: Call = lambda item: 0.0 if per == "response" else [0.0] * len(item[0])  # noqa: E731
+
+        def nothing(item: Any) -> Any:
+            """The score of a row that another function has."""
+            return 0.0 if per == "response" else [0.0] * len(item[0])
+
         call = chosen(dict.fromkeys(parts, nothing) | calls, by)
     if unknown := args.keys() - {name for part in parts.values() for name in part.taken}:
         raise ConfigError(
