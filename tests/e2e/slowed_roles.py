@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,18 @@ from tests.e2e.slowed import SLOW_S, slow_at
 _step: ContextVar[int] = ContextVar("step")
 
 
+def _waits(run_dir: Path, step: int) -> Path:
+    """There from when on the trainer has waited for a round of that step."""
+    return run_dir / f"waits.{step}"
+
+
+def _sleep(waits: Path) -> None:
+    """Behind the moment from which the trainer waits."""
+    while not waits.exists():
+        time.sleep(0.005)
+    time.sleep(SLOW_S)
+
+
 def by_token(rewards: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
     return np.concatenate([np.full(len(mask), reward) for reward, mask in zip(rewards - 0.5, masks, strict=True)])
 
@@ -37,17 +51,16 @@ class SlowGroups(PromptGroups):
         _step.set(lease.step)
         await super().fill(lease)
 
-    def _is(self, what: str) -> bool:
-        return slow_at(_step.get()) == what
+    async def _slowly(self, what: str) -> None:
+        if slow_at(_step.get()) == what:
+            await asyncio.to_thread(_sleep, _waits(self.ctx.run_dir, _step.get()))
 
     async def _generate(self, request: Request) -> Completion:
-        if self._is("rollout"):
-            await asyncio.sleep(SLOW_S)
+        await self._slowly("rollout")
         return await super()._generate(request)
 
     async def _score(self, row: Any, finished: Any) -> Any:
-        if self._is("reward"):
-            await asyncio.sleep(SLOW_S)
+        await self._slowly("reward")
         return await super()._score(row, finished)
 
 
@@ -70,7 +83,7 @@ class _SlowForward:
 
         def slowly(rows: Sequence[Any], **asked: Any) -> Any:
             if slow_at(of["step"]) == role:
-                time.sleep(SLOW_S)
+                _sleep(_waits(self._ctx.run_dir, of["step"]))
             return score(rows, **asked)
 
         self._ctx.span, scorer.score = noting, slowly
@@ -86,12 +99,21 @@ class SlowActorForward(_SlowForward, ActorForwardRole): ...
 class SlowActor(ActorRole):
     def _open_trainer(self) -> Backend[PolicyObjective]:
         trainer = super()._open_trainer()
-        accumulate = trainer.accumulate
+        accumulate, span, of = trainer.accumulate, self._ctx.span, dict[str, int]()
+
+        @contextmanager
+        def noting(name: str, **told: Any) -> Iterator[Any]:
+            if name == "step":
+                of["step"] = told["step"]
+            with span(name, **told) as opened:
+                if name == "wait for a round":
+                    _waits(self._ctx.run_dir, of["step"]).touch()
+                yield opened
 
         def slowly(step: int, *args: Any, **kwargs: Any) -> None:
             if slow_at(step) == "actor":
                 time.sleep(SLOW_S)
             accumulate(step, *args, **kwargs)
 
-        trainer.accumulate = slowly  # type: ignore[method-assign]
+        self._ctx.span, trainer.accumulate = noting, slowly  # type: ignore[method-assign, assignment]
         return trainer
