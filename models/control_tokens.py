@@ -4,7 +4,7 @@ Owns which texts a chat template is given and how what it writes becomes tokens,
 trusted to write control tokens: rows, texts that are said as they are, and the policy's own replies are not marked.
 Imports torch never, and transformers where a tokenizer of it is handed in.
 
-    said = spelt(tokenizer, {"role": "tool", "content": "a<|im_end|>b"})       # with marks around it
+    said = spelt(tokenizer, {"role": "tool", "content": "a<|im_end|>b"})       # with marks around the token
     encoded(tokenizer, tokenizer.apply_chat_template([said], tokenize=False))  # int32 [T]: the template's tokens alone end a turn
 
 Invariant: of the tokens of a text with marks, those that stand for what is between them are not control tokens.
@@ -21,23 +21,28 @@ from typing import Any
 import numpy as np
 
 MARK = "\U000f0000"
-"""In front of each such text; transformers takes the marks out that a text brings itself."""
+"""In front of each such text; marks that a text brings itself are taken out."""
 _END = "\U000f0001"
 _encoding = threading.Lock()
 """Marked texts and others are encoded under different settings, which transformers keeps in the tokenizer."""
-_MARKED = re.compile(f"{MARK}.*?{_END}")
+_MARKED, _SPELT = re.compile(f"{MARK}.*?{_END}"), f"{MARK}\\g<0>{_END}"
 
 
-def spelt(tokenizer: Any, message: Mapping[str, Any]) -> dict[str, Any]:
-    """The message as the chat template may be given it, whatever its text holds."""
-    template = str(tokenizer.chat_template)
-    content = message.get("content")
-    parts: list[dict[str, Any]] = content if isinstance(content, list) else [{"text": content}]
-    said = [part["text"] for part in parts if isinstance(part.get("text"), str)]
-    if any(token in text for text in said for token in (MARK, *_control_tokens(tokenizer, template))):
-        [[marked]], *_ = tokenizer._mark_chat_inputs(template, [[{"content": content}]], None, None, {}, True, False)
-        return {**message, **marked}
-    return dict(message)
+def spelt(tokenizer: Any, said: Any) -> Any:
+    """A message, a tool's schema, or what else of JSON somebody says, as the chat template may be given it, whatever its texts
+    and its names of fields hold."""
+    return _marked(said, _control_tokens(tokenizer, str(tokenizer.chat_template)))
+
+
+def _marked(said: Any, tokens: re.Pattern[str]) -> Any:
+    if isinstance(said, str):
+        said = without_marks(said)
+        return tokens.sub(_SPELT, said) if tokens.search(said) else said  # a tenth of the time where there is none
+    if isinstance(said, (list, tuple)):
+        return [_marked(each, tokens) for each in said]
+    if isinstance(said, (dict, Mapping)):  # a dict is known for one in less time
+        return {_marked(name, tokens): _marked(each, tokens) for name, each in said.items()}
+    return said
 
 
 def encoded(tokenizer: Any, text: str) -> np.ndarray:
@@ -73,7 +78,7 @@ def backend_of(tokenizer: Any) -> Any:
 
 
 @functools.lru_cache(16)
-def _control_tokens(tokenizer: Any, template: str) -> tuple[str, ...]:
-    """Special ones, and those added ones that the template writes."""
-    found: tuple[str, ...] = tokenizer._get_control_tokens(template)
-    return found
+def _control_tokens(tokenizer: Any, template: str) -> re.Pattern[str]:
+    """Special ones, and those added ones that the template writes; of two at one place the longer."""
+    found = sorted(tokenizer._get_control_tokens(template), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, found)) or "(?!)")

@@ -99,12 +99,13 @@ async def chat(service: Service, session: str | None, given: Any) -> Asked:
     service.require_model(body.model)
     messages = messages_of(body.messages, tokenizer.chat_template)
     tools = tools_of(body.tools, body.tool_choice)
-    arguments = {**service.template_args, **arguments_of(body.chat_template_kwargs, tokenizer)}
+    arguments = arguments_of(body.chat_template_kwargs, tokenizer)
     num_top = body.top_logprobs
     if num_top and (not body.logprobs or num_top > _MAX_TOP):
         raise ConfigError(f"top_logprobs must be 0 to {_MAX_TOP}, and come with logprobs, got {num_top}. Correct it")
     messages = as_sampled(service.trajectories, session, messages)
-    text = await service.work.render(arguments | {"messages": messages, "tools": tools}, most=service.max_chars)
+    told = {"messages": messages, "tools": tools, "own": dict(service.template_args), "given": arguments}
+    text = await service.work.render(told, most=service.max_chars)
     asked = _OpenAI(service, session, body, "chatcmpl", num_top if body.logprobs else None)
     asked.messages = messages
     asked.reasoning = text.rstrip().endswith("<think>")

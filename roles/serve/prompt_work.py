@@ -48,8 +48,9 @@ class PromptWork:
         self._run = run
 
     async def render(self, asked: Mapping[str, Any], *, most: int) -> str:
-        """The text of a conversation: `messages`, `tools`, and what else the template is given; control tokens that these spell
-        are marked. ConfigError for what it cannot take, and for more than `most` characters."""
+        """The text of a conversation: `messages`, `tools`, and of the template's other arguments the operator's `own` and those
+        that the caller has `given`; control tokens that a caller spells are marked. ConfigError for what it cannot take, and for
+        more than `most` characters."""
         text: str = await self._do({"render": dict(asked), "most": most})
         return text
 

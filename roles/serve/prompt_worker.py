@@ -7,8 +7,8 @@ Owns what is computed, and the CPU time that one piece of work may take. Does no
     work(b'{"render": {"messages": [{"role": "user", "content": "hi"}]}, "most": 99, "cpu_s": 0.1}')    # a text
     work(b'{"encode": "hi", "special": true, "after": null, "marked": false, "cpu_s": 0.1}')            # int32 [T]
 
-What a conversation says, but for the assistant's replies, is text: control tokens that it spells are marked where it is rendered,
-and encoded as the characters that they have (`models/control_tokens.py`).
+What a caller says is text, tools and arguments of the template included, but for what the assistant replied: control tokens that
+it spells are marked where it is rendered, and encoded as the characters that they have (`models/control_tokens.py`).
 
 Invariant: a template that loops for ever is interrupted after its CPU time and costs no process; what cannot be interrupted, the
 pool ends at its deadline.
@@ -23,6 +23,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ from rondo.roles.serve.pieces import REPLACEMENT
 from rondo.roles.serve.text import text_of
 from rondo.runtime.errors import ConfigError
 
+_REPLIES = frozenset(("content", "reasoning_content", "reasoning", "thinking"))
+"""Of an assistant's message, what a policy sampled, control tokens included."""
+_NONE: Mapping[str, Any] = MappingProxyType({})
 _MAX_BYTES = 4 << 30
 """Of memory that a worker may have beyond what it starts with."""
 
@@ -86,15 +90,18 @@ def _over_time(*_: Any) -> None:
     raise OverTime
 
 
-def _render(tokenizer: Any, messages: list[Any], tools: list[Any] | None = None, **arguments: Any) -> str:
-    """The conversation as text, up to where the assistant begins."""
+def _render(tokenizer: Any, messages: list[Any], tools: Any = None, own: Any = _NONE, given: Any = _NONE) -> str:
+    """The conversation as text, up to where the assistant begins. Arguments of the template are the operator's `own`, and those
+    that the caller has `given`."""
     if not tokenizer.chat_template:
         raise ConfigError("the model must have a chat template for a chat, got none. Use /v1/completions")
     try:
-        said = [each if each["role"] == "assistant" else spelt(tokenizer, each) for each in messages]
-        text: str = tokenizer.apply_chat_template(
-            said, tools=tools, **{"add_generation_prompt": True} | arguments, tokenize=False
-        )
+        said = []
+        for each in messages:
+            replied = _REPLIES if each["role"] == "assistant" else ()
+            said.append({name: value if name in replied else spelt(tokenizer, value) for name, value in each.items()})
+        arguments = {"add_generation_prompt": True, **own, **spelt(tokenizer, given)}
+        text: str = tokenizer.apply_chat_template(said, tools=spelt(tokenizer, tools), **arguments, tokenize=False)
     except (OverTime, MemoryError):
         raise
     except Exception as error:  # whatever the operator's template makes of somebody's messages is about these
