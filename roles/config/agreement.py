@@ -65,8 +65,15 @@ def halves_suit(job: JobConfig) -> Iterator[str]:
 
 
 def sections_agree(job: JobConfig) -> Iterator[str]:
-    yield from halves_suit(job)
-    algorithm, rollout, train = job.algorithm, job.rollout, job.train
+    for rules in (
+        halves_suit, _media_of_turns_fit, _rewards_agree, _distillation_agrees, _sources_agree, _updates_agree, _samples_fit,
+        _critic_agrees, _evaluations_agree,
+    ):  # fmt: skip
+        yield from rules(job)
+
+
+def _media_of_turns_fit(job: JobConfig) -> Iterator[str]:
+    rollout = job.rollout
     if job.media is not None and job.media.max_turn_bytes and not rollout.has_turns:
         yield (
             "media.max_turn_bytes must be 0 without rollout.environment or rollout.workflow, which alone show media behind a "
@@ -77,6 +84,10 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
             "rollout.max_rows must be 1 with media.max_turn_bytes, since a sample with media has one row, got "
             f"{rollout.max_rows}. Remove one"
         )
+
+
+def _rewards_agree(job: JobConfig) -> Iterator[str]:
+    algorithm, rollout = job.algorithm, job.rollout
     if rollout.samples_per_prompt < algorithm.min_group_size and job.learns_from_rewards:
         yield (
             f"rollout.samples_per_prompt must be at least {algorithm.min_group_size} with algorithm.name "
@@ -95,32 +106,6 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
         yield "rollout.samples_per_prompt must be at least 2 with genrm.per 'pair', got 1. Raise it"
     for name in job.judges if not job.learns_from_rewards else ():
         yield f"{name} must be left out where distillation.task_coef is 0, since rewards weigh nothing there, got it. Remove it"
-    served = job.distillation is not None and any(each.urls for each in job.distillation.named().values())
-    if served and job.rollout.temperature != 1:
-        yield (
-            "rollout.temperature must be 1 with a teacher behind urls, whose servers tell log-probs at 1 alone, got "
-            f"{job.rollout.temperature}. Remove it, or let the teacher's role hold the model"
-        )
-    if served and job.media is not None:
-        yield (
-            "media must be None with a teacher behind urls, whose servers are sent tokens alone, got settings of media. "
-            "Remove them, or let the teacher's role hold the model"
-        )
-    if job.distillation is not None and job.distillation.context is not None and job.media is not None:
-        yield (
-            "distillation.context must be left out with media, whose places in a prompt it cannot keep, got both. Remove one"
-        )
-    if job.distillation is not None and job.distillation.context is not None and job.rollout.max_rows > 1:
-        yield (
-            "distillation.context must be left out where samples have several rows, each with a prompt of its own, got "
-            f"rollout.max_rows {job.rollout.max_rows}. Remove it, or set rollout.max_rows to 1"
-        )
-    yield from _sources_agree(job)
-    named = job.data.sources and all(each.teacher or each.metadata for each in job.data.sources.values())
-    if job.distillation is not None and job.distillation.teachers and job.data.metadata is None and not named:
-        yield (
-            "data.metadata must name the column that says which of distillation.teachers a row has, got None. Set it"
-        )
     if not job.learns_from_rewards and rollout.filter is not None:
         yield (
             "rollout.filter must be None where distillation.task_coef is 0, since rewards say nothing of what is learnt, got "
@@ -130,23 +115,6 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
         yield (
             f"rollout.filter must be 'zero_std' with algorithm.name {algorithm.name!r}, which replaces prompt "
             f"groups of equal rewards, got {rollout.filter!r}. Set it, or set algorithm.name to 'grpo'"
-        )
-    if job.reference.refresh_every is not None and train.lora is not None:
-        yield (
-            "reference.refresh_every must be None with train.lora, whose reference is the base of the adapters, got "
-            f"{job.reference.refresh_every}. Remove it"
-        )
-    if algorithm.measures_drift and job.num_updates > 1:
-        yield (
-            "train.optimizer_steps_per_batch and train.epochs must be 1 with algorithm.policy_loss "
-            f"{algorithm.policy_loss!r}, whose bounds are those of the weights that a step begins with, and would let later "
-            f"updates go anywhere, got {train.optimizer_steps_per_batch} and {train.epochs}. Set them to 1, or "
-            "algorithm.name to 'grpo'"
-        )
-    if job.reference.refresh_every is not None and not algorithm.needs_reference:
-        yield (
-            "algorithm.kl_coef must be above 0 with reference.refresh_every, since no reference is there without a KL, got "
-            f"{algorithm.kl_coef:g}. Set it, or remove reference.refresh_every"
         )
     alone = job.judges and job.reward.function == NO_REWARD
     if algorithm.advantage == "decoupled" and not job.reward.components and not alone:
@@ -163,6 +131,58 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
         yield (
             f"reward.overlong_tokens must be at most rollout.max_new_tokens, got {job.reward.overlong_tokens} and "
             f"{rollout.max_new_tokens}. Lower it"
+        )
+
+
+def _distillation_agrees(job: JobConfig) -> Iterator[str]:
+    distillation = job.distillation
+    if distillation is None:
+        return
+    served = any(each.urls for each in distillation.named().values())
+    if served and job.rollout.temperature != 1:
+        yield (
+            "rollout.temperature must be 1 with a teacher behind urls, whose servers tell log-probs at 1 alone, got "
+            f"{job.rollout.temperature}. Remove it, or let the teacher's role hold the model"
+        )
+    if served and job.media is not None:
+        yield (
+            "media must be None with a teacher behind urls, whose servers are sent tokens alone, got settings of media. "
+            "Remove them, or let the teacher's role hold the model"
+        )
+    if distillation.context is not None and job.media is not None:
+        yield (
+            "distillation.context must be left out with media, whose places in a prompt it cannot keep, got both. Remove one"
+        )
+    if distillation.context is not None and job.rollout.max_rows > 1:
+        yield (
+            "distillation.context must be left out where samples have several rows, each with a prompt of its own, got "
+            f"rollout.max_rows {job.rollout.max_rows}. Remove it, or set rollout.max_rows to 1"
+        )
+    named = job.data.sources and all(each.teacher or each.metadata for each in job.data.sources.values())
+    if distillation.teachers and job.data.metadata is None and not named:
+        yield (
+            "data.metadata must name the column that says which of distillation.teachers a row has, got None. Set it"
+        )
+
+
+def _updates_agree(job: JobConfig) -> Iterator[str]:
+    algorithm, rollout, train = job.algorithm, job.rollout, job.train
+    if job.reference.refresh_every is not None and train.lora is not None:
+        yield (
+            "reference.refresh_every must be None with train.lora, whose reference is the base of the adapters, got "
+            f"{job.reference.refresh_every}. Remove it"
+        )
+    if job.reference.refresh_every is not None and not algorithm.needs_reference:
+        yield (
+            "algorithm.kl_coef must be above 0 with reference.refresh_every, since no reference is there without a KL, got "
+            f"{algorithm.kl_coef:g}. Set it, or remove reference.refresh_every"
+        )
+    if algorithm.measures_drift and job.num_updates > 1:
+        yield (
+            "train.optimizer_steps_per_batch and train.epochs must be 1 with algorithm.policy_loss "
+            f"{algorithm.policy_loss!r}, whose bounds are those of the weights that a step begins with, and would let later "
+            f"updates go anywhere, got {train.optimizer_steps_per_batch} and {train.epochs}. Set them to 1, or "
+            "algorithm.name to 'grpo'"
         )
     if train.optimizer_steps_per_batch > rollout.prompts_per_step:
         yield (
@@ -185,6 +205,10 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
             "train.lora.publish must be 'merged' with rollout.sglang.router, behind which no server can be asked whether an "
             "adapter has arrived, got 'adapter'. Set it to 'merged', or remove the router"
         )
+
+
+def _samples_fit(job: JobConfig) -> Iterator[str]:
+    rollout, train = job.rollout, job.train
     for name, data in job.named_data().items():
         if data.balance is not None and name != "data":
             yield (
@@ -206,8 +230,10 @@ def sections_agree(job: JobConfig) -> Iterator[str]:
             f"an algorithm that looks at whole samples, got {train.micro_batch_tokens}. Raise it to {joined}, or set "
             "algorithm.normalizer to 'token'"
         )
-    yield from _critic_agrees(job)
-    evaluation = job.evaluation
+
+
+def _evaluations_agree(job: JobConfig) -> Iterator[str]:
+    train, evaluation = job.train, job.evaluation
     for name, each in evaluation.named_sets().items() if evaluation is not None else ():
         if each.data is None and job.data.held_out < each.num_prompts:
             section = f"evaluation.sets.{name}" if evaluation is not None and evaluation.sets else "evaluation"
