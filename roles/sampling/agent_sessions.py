@@ -274,11 +274,14 @@ class Sessions:
         return self._engine.version
 
     async def generate(self, request: Request) -> Completion:
-        """As the sample's own request: its failures are the session's, but for those that are the request's own."""
+        """As the sample's own request, under its name: its failures are the session's, but for those that are the request's own.
+        What is drawn depends on what is asked for: a program that asks the same again is answered the same (`kept_turns.py`)."""
         session = self._opened(request.session)
         own = session.request
         asked = replace(
             request,
+            id=f"{own.id}.{request.id}",
+            seed=sample_seed(request.seed, request.params),
             kind=own.kind,
             priority=own.priority,
             on_new_weights=own.on_new_weights,
@@ -303,7 +306,7 @@ class Sessions:
     def cancel(self, request_id: str) -> None:
         for session in self._by_name.values():
             if request_id in session.asking:
-                session.client.cancel(request_id)
+                session.client.cancel(f"{session.request.id}.{request_id}")
 
     async def update_weights(self, version: int, tensors: Mapping[str, Any]) -> None:
         raise RondoError("weights must come to the replica's engine, got some for its sessions")

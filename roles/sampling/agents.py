@@ -58,6 +58,9 @@ class Agents:
     """The workflow of a run with `rollout.agent`, called while it is `serving`; all methods belong to one event loop, on the main
     thread. `folder` holds what processes are given, a folder for each."""
 
+    replays = True
+    """A program that begins again, as its group has another holder, is answered what it was, as far as it asks the same."""
+
     def __init__(self, config: JobConfig, model_path: str, folder: Path) -> None:
         assert config.rollout.agent is not None
         check_command(config)

@@ -7,7 +7,7 @@ import os
 import random
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +20,7 @@ import pytest
 from pydantic import ValidationError
 
 from rondo.comm.bus.group import NO_VERSION
+from rondo.comm.bus.unfinished import FOLDER
 from rondo.launch import agents as commanded
 from rondo.models.tiny.tokenizer import END_OF_TURN, build_tokenizer
 from rondo.roles.config import JobConfig
@@ -31,6 +32,7 @@ from rondo.roles.sampling.agents import Agents
 from rondo.roles.sampling.environments import EnvironmentStats
 from rondo.roles.sampling.episode import Limits, Made, SampleRow
 from rondo.roles.sampling.evaluation import limits_of, scored
+from rondo.roles.sampling.kept_turns import EpisodeCounts, KeptTurns
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.workflow import Client, Context
 from rondo.runtime.errors import Closed, RondoError
@@ -92,11 +94,11 @@ def job(*command: str, limits: Any = None, components: Any = None, data: Any = N
 
 
 class Stub:
-    """An engine that says what `says` makes of a prompt's text, a token at a time."""
+    """An engine that says what `says` makes of a prompt's text, a token at a time; that may be an error, or an event to await."""
 
     version = 3
 
-    def __init__(self, says: Callable[[str], str | Exception]) -> None:
+    def __init__(self, says: Callable[[str], Any]) -> None:
         self.says, self.asked, self.cancelled = says, list[Request](), list[str]()
         self.held: asyncio.Event | None = None
 
@@ -113,6 +115,8 @@ class Stub:
         said = self.says(TOKENIZER.decode(request.prompt.tolist()))
         if isinstance(said, Exception):
             raise said
+        if isinstance(said, asyncio.Event):
+            await said.wait()
         made = [*ids(said), END]
         cut = made[: request.params.max_new_tokens]
         for size in range(1, len(cut) + 1):
@@ -169,7 +173,7 @@ class Opened:
 @asynccontextmanager
 async def opened(
     config: JobConfig, folder: Path, says: Callable[[str], Any] = lambda prompt: "hello", *, samples: int = 1,
-    stop: tuple[str, ...] = (), temperature: float = 1.0, row: Row = ROW,
+    stop: tuple[str, ...] = (), temperature: float = 1.0, row: Row = ROW, turns: KeptTurns | None = None,
 ) -> AsyncIterator[Opened]:  # fmt: skip
     rollout, stops = config.rollout, Stops((END,), stop, TOKENIZER)
     engine, prompt = Stub(says), np.array(ids("Play."), np.int32)
@@ -177,10 +181,17 @@ async def opened(
     params = SamplingParams(rollout.max_new_tokens, temperature, stop_token_ids=(END,))
 
     async def ask(request: Request) -> Completion:
-        return await whole_sample(cast(Any, engine), request, stops)
+        if turns is not None and (had := turns.sampled(request)) is not None:
+            return had
+        done = await whole_sample(cast(Any, engine), request, stops)
+        if turns is not None:
+            turns.add(request, done)
+        return done
 
     client = Client(context, lambda number: Request(f"g/{number}", prompt, params, seed=number), ask, engine.cancel)
     agents, work = Agents(config, "model", folder), in_thread(TOKENIZER)
+    if turns is not None:
+        turns.keeps = agents.replays
     reports = list[Any]()
 
     async def report(*told: Any) -> None:
@@ -347,6 +358,40 @@ async def test_a_lost_lease_kills_the_programs_of_its_group(tmp_path: Path) -> N
         running.cancel()
         await asyncio.wait([running])
         await until(lambda: not (left(tmp_path) or at.sessions._by_key or at.sessions._by_name))
+
+
+async def test_a_program_that_begins_again_is_answered_what_it_was_where_it_asks_the_same(tmp_path: Path) -> None:
+    """Sample 0 asks the same again, sample 1 asks otherwise, and sample 2 for fewer tokens each time."""
+    code = f"""{SPEAKS}
+with open({str(tmp_path / "started")!r} + str(number), "a") as file:
+    file.write("x")
+    times = file.tell()
+talk = [{{"role": "user", "content": "?" * (times if number == 1 else 1)}}]
+for turn in range(3):
+    body = {{"messages": talk}} | ({{"max_tokens": 9 - times}} if number == 2 else {{}})
+    talk += [post("/v1/chat/completions", body)[1]["choices"][0]["message"], {{"role": "user", "content": "on"}}]
+"""
+    config, counts = job(sys.executable, "-S", "-c", code), EpisodeCounts()
+
+    async def life(epoch: int, says: Callable[[str], Any], num_asked: int) -> list[Made]:
+        folder = tmp_path / str(epoch)
+        folder.mkdir()
+        with KeptTurns(tmp_path, 7, epoch, range(3), counts) as turns:
+            async with opened(config, folder, says, samples=3, turns=turns) as at:
+                at.engine.version = epoch
+                making = asyncio.create_task(made_by(at))
+                await until(lambda: len(at.engine.asked) == num_asked)
+                if epoch == 0:
+                    making.cancel()
+                return await making
+
+    with suppress(asyncio.CancelledError):
+        await life(0, lambda prompt: asyncio.Event() if prompt.count("assistant") == 3 else "so", 9)
+    made = await life(1, lambda prompt: "so", 7)
+    assert counts == EpisodeCounts(resumed=3, turns_resumed=2)
+    versions = [row.completion.policy_versions for each in made for row in each.rows]
+    assert [each[each != NO_VERSION].tolist() for each in versions] == [6 * [0] + 3 * [1], 9 * [1], 9 * [1]]
+    assert left(tmp_path / FOLDER) == []
 
 
 def test_a_command_that_is_not_there_and_settings_that_contradict_are_refused(tmp_path: Path) -> None:
