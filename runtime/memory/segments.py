@@ -44,7 +44,7 @@ _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MAX_PACKET_BYTES = 16 * 1024
 _MAX_NAME_BYTES = 200
 _JOIN_S = 5.0
-_REPLY_S = 5.0
+_REPLY_S = 30.0
 _BYTES_PER_S = 256 << 20
 """Pages are made at several times this rate; a request's deadline grows with its bytes at it."""
 _LONGEST_S = 3600.0
@@ -385,7 +385,7 @@ class SegmentClient(Closing):
     for), Refused for a wrong token.
     """
 
-    def __init__(self, path: Path | str, token: str, deadline_s: float = 10.0) -> None:
+    def __init__(self, path: Path | str, token: str, deadline_s: float = 60.0) -> None:
         self._path, self._token = path, token
         self._deadline_s = deadline_s
         self._lock = threading.Lock()

@@ -73,7 +73,7 @@ from rondo.runtime.supervision.spec import (
 TICK_S = 0.25
 _MORE_DIGITS = "000"
 """Replicas that come later have longer names."""
-_ANSWER_S = 5.0
+_ANSWER_S, _REGISTER_S = 5.0, 30.0
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
@@ -357,7 +357,7 @@ class Supervisor(Actor):
             raise Refused(f"start_time must be that of pid {registration.pid}, got {registration.start_time}")
         accepted: concurrent.futures.Future[bool] = concurrent.futures.Future()
         self._loop.call_soon_threadsafe(self._register, registration, accepted)
-        if not accepted.result(_ANSWER_S):
+        if not accepted.result(_REGISTER_S):
             named = f"{registration.group} incarnation {registration.incarnation} rank {registration.rank}"
             raise Refused(f"a process must belong to a life that is being started, got {named}. It ends")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rondo.launch.rundir import checkpoint_of
 from rondo.roles.config import AfterSaveConfig, BestConfig, TrainConfig
 from rondo.runtime.checkpoints import MARKER, folder_of
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.processes.pool import _Worker
 
 
 def saved(path: str, step: int) -> None:
@@ -133,21 +135,35 @@ def test_a_metric_that_no_step_has_is_told_once(tmp_path: Path) -> None:
     assert told == [("no_best", {"why": why})]
 
 
-async def test_the_function_is_called_once_for_every_save_and_whatever_it_does_is_told_and_ends(tmp_path: Path) -> None:
+async def test_the_function_is_called_once_for_every_save_and_whatever_it_does_is_told_and_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     told: list[tuple[str, Mapping[str, Any]]] = []
-    hook = AfterSaveConfig(function=saved, deadline_s=1.0)
+    hook, workers, now_ns, run = AfterSaveConfig(function=saved, deadline_s=60.0), [], time.monotonic_ns, _Worker.run
+
+    async def noted(self: _Worker, *what: Any) -> Any:
+        workers.append(self)
+        return await run(self, *what)
+
+    monkeypatch.setattr(_Worker, "run", noted)
     for step, what in ((4, "raise"), (6, "hang"), (8, "die")):
         (tmp_path / f"on_{step}").write_text(what)
     save(tmp_path, 2, 4, 6, 8)
     one = keeper(tmp_path, told, keep_checkpoints=1, after_save=hook)
     one._keep()
     assert left(tmp_path) == [2, 4, 6, 8]  # what it has not seen stays
-    await one._step()
+    stepping = asyncio.create_task(one._step())
+    while not (tmp_path / "hangs").exists():  # noqa: ASYNC110 - a file of another process
+        await asyncio.sleep(0.01)
+    with monkeypatch.context() as later:
+        later.setattr(time, "monotonic_ns", lambda: now_ns() + 61 * 10**9)
+        workers[-1]._check_deadline()
+    await stepping
     kinds = [(kind, data["step"], data.get("num_failed")) for kind, data in told]
     assert kinds == [
         ("after_save", 2, None), ("after_save_failed", 4, 1), ("after_save_failed", 6, 2), ("after_save_failed", 8, 3),
     ]  # fmt: skip
-    assert "the bucket is gone" in told[1][1]["why"] and "must return within 1 s" in told[2][1]["why"]
+    assert "the bucket is gone" in told[1][1]["why"] and "must return within 60 s" in told[2][1]["why"]
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls == ["2 True", "4 True", "6 True", "8 True", "8 True"]  # one that dies is tried once more
     assert left(tmp_path) == [8]

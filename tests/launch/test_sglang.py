@@ -8,6 +8,7 @@ from threading import Thread
 import orjson
 import pytest
 
+from rondo.launch.check import sglang as check_sglang
 from rondo.launch.check.child import Report, look_at_model
 from rondo.launch.check.sglang import look_at_sglang
 from rondo.launch.config import load
@@ -16,6 +17,11 @@ from rondo.models.media.config import MediaConfig
 from rondo.roles.config import SGLangConfig
 from rondo.runtime.errors import ConfigError, RondoError
 from tests.launch.configs import write
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check_sglang, "_ANSWER_S", 120.0)
 
 
 def looked_at(folder: Path, *, media: MediaConfig | None = None, **settings: object) -> list[tuple[str, str]]:

@@ -56,7 +56,7 @@ class Cluster:
     def run(self, code: str, *, restarts: int = 0, state: str = "RUNNING") -> tuple[int, str]:
         """Exit code of the script, and what it said after the run had begun."""
         with self.start(code, restarts=restarts, state=state) as job:
-            said = job.communicate(timeout=30)[0]
+            said = job.communicate(timeout=120)[0]
         return job.returncode, said.partition("\n")[2]
 
 
@@ -108,7 +108,7 @@ def test_a_run_that_leaves_after_a_notice_is_queued_again_and_only_while_the_job
         assert job.stdout is not None
         begun = job.stdout.readline()
         job.send_signal(signal.SIGUSR1)
-        said = job.communicate(timeout=30)[0]
+        said = job.communicate(timeout=120)[0]
     program = Path(sys.executable).with_name("rondo")
     assert begun == f"up --ntasks=1 --cpus-per-task=6 {program} train examples/quickstart.py --resume-or-start\n"
     assert (job.returncode, said) == (75, "rondo: the run has left, and queued again\nrequeue 7\n")

@@ -430,7 +430,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[threading.Event, thr
     def made(fd: int, at: int, num_bytes: int) -> None:
         if num_bytes > QUICK_BYTES:
             begun.set()
-            assert end.wait(60)
+            assert end.wait(300)
         fallocate(fd, at, num_bytes)
 
     monkeypatch.setattr(os, "posix_fallocate", made)

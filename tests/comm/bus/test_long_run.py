@@ -85,7 +85,7 @@ async def test_steps_without_end_keep_memory_descriptors_files_and_replay_as_the
                 replayed = sum(1 for _ in run.journal.replay())
                 seen.append((state, held, me.num_fds(), replayed, journal, me.memory_info().rss))
         for (state, held, fds, replayed, journal, _), (state_0, _, fds_0, *_) in zip(seen[1:], seen, strict=False):
-            assert state < state_0 + 128 and held <= 12 and fds == fds_0 and replayed < 2_000
+            assert state < state_0 + 128 and held <= 12 and fds <= fds_0 and replayed < 2_000
             # Two files, each a snapshot, events up to the limit and the last write.
             assert journal < 2 * ((1 << 17) + state + 1024)
         assert seen[3][-1] - seen[1][-1] < GROWTH_BYTES, seen

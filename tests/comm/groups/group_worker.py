@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from rondo.comm.groups import carriers, communicators
+from rondo.comm.groups import carriers, communicators, groups
 from rondo.comm.groups.communicators import Communicator
 from rondo.comm.groups.epochs import Epoch, lives_of
 from rondo.comm.groups.groups import ProcessGroups
@@ -31,6 +31,7 @@ from rondo.runtime.actors.ref import ActorRef
 from rondo.runtime.errors import GroupBroken, Refused
 from rondo.runtime.processes.guard import die_with_parent
 
+groups._ANSWER_S = 60.0
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 
 

@@ -282,11 +282,13 @@ def stopped(pid: int) -> None:
 async def test_forming_with_a_stopped_member_ends_by_its_deadline_and_names_who_did_not_come(world: World) -> None:
     world.start(A, B, C)
     await world.ask(C, "fail_while_forming", "first", "stop")
-    world.let(C, "join", world.spec(A, B, C), 20.0)
+    world.let(C, "join", world.spec(A, B, C), GENEROUS_S)
     await seen(lambda: len(world.meeting._asking) == 1)
     # Longer than a look-up of a name takes where no name server answers: torch does one for a client that connects.
-    for error in await world.join(world.spec(A, B, C), A, B, limit_s=8.0):
-        assert (error["operation"], error["missing"]) == ("form", [C])
+    # Who has no core for that long comes too late for the others, and is named as well; where that is at the meeting already, C,
+    # who has asked there, is not.
+    for member, error in zip((A, B), await world.join(world.spec(A, B, C), A, B, limit_s=8.0), strict=True):
+        assert (C in error["missing"]) == (error["operation"] == "form") and member not in error["missing"], error
 
 
 async def test_a_meeting_that_does_not_come_about_names_who_did_not_ask(world: World) -> None:
@@ -376,7 +378,7 @@ async def test_a_join_that_is_cancelled_leaves_the_meeting_and_no_thread(world: 
         assert error["missing"] == [A] and not world.meeting._asking
         forming = asyncio.create_task(mine.join(spec))
         await world.ask(C, "fail_while_forming", "first", "stop")
-        world.let(C, "join", fields_of(spec), 9.0)
+        world.let(C, "join", fields_of(spec), GENEROUS_S)
         await seen(lambda: "group form" in [pending.name for pending in waits.pending()])
         forming.cancel()
         with pytest.raises(asyncio.CancelledError):

@@ -290,7 +290,6 @@ async def test_a_ring_in_use_before_its_link_is_mirrored_from_its_tail() -> None
 async def test_a_receiver_killed_in_mid_record_is_followed_by_one_that_goes_on_at_its_head() -> None:
     ends = Ends(1 << 24, sizes=lambda group: 1_000_000)
     port, reader = 0, None
-    ends.put(14)
     sender, task = None, None
     try:
         for life in range(3):
@@ -298,16 +297,17 @@ async def test_a_receiver_killed_in_mid_record_is_followed_by_one_that_goes_on_a
             assert child.stdout is not None
             address = (await asyncio.to_thread(child.stdout.readline)).decode().strip()
             port = int(address.rpartition(":")[2])
+            ends.put(5)  # whatever has come before, this needs the connection of this life
             if sender is None:
                 sender = ends.sender(address)
                 task = asyncio.create_task(sender.run())
-            last = life == 2
-            await sender.mirrored_upto(ends.end if last else ends.refs[4 * life + 1][0], deadline_s=PATIENCE_S)
+            sender.wake()
+            await sender.mirrored_upto(ends.end if life == 2 else ends.refs[-4][0], deadline_s=PATIENCE_S)
             child.kill()
             child.communicate()
             reader = reader or Reader(ends)
             reader.check()
-        assert reader is not None and reader.seen == 14 and sender is not None
+        assert reader is not None and reader.seen == 15 and sender is not None
         assert sender.stats().num_resumes >= 2
     finally:
         if task is not None and sender is not None:
@@ -324,17 +324,17 @@ async def test_a_sender_killed_in_mid_record_is_followed_by_one_that_goes_on_the
     def reached(upto: int) -> bool:
         return receiver.stats() != () and receiver.stats()[0].head_pos >= upto
 
-    ends.put(14)
     reader = None
     async with asyncio.timeout(PATIENCE_S):
         for life in range(3):
+            ends.put(5)  # whatever has come before, this needs the session of this life
             child = start_child(f"{HERE}:send", ends.origin.fd, receiver.address, fds=[ends.origin.fd])
-            upto = ends.end if life == 2 else ends.refs[4 * life + 1][0]
+            upto = ends.end if life == 2 else ends.refs[-4][0]
             await rung(doorbell, functools.partial(reached, upto))
             child.kill()
             child.communicate()
             reader = reader or Reader(ends)
             reader.check()
-    assert reader is not None and reader.seen == 14
-    assert receiver.stats()[0].num_records == 14 and receiver.stats()[0].num_sessions == 3
+    assert reader is not None and reader.seen == 15
+    assert receiver.stats()[0].num_records == 15 and receiver.stats()[0].num_sessions == 3
     await receiver.close()

@@ -4,11 +4,13 @@ import dataclasses
 import hashlib
 import os
 import signal
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from rondo.comm.weights import slab as slab_module
 from rondo.comm.weights.manifest import Manifest
 from rondo.comm.weights.slab import SlotWriter, WeightSlab, slab_bytes
 from rondo.runtime.errors import Closed, CorruptData, OutOfSpace
@@ -274,6 +276,14 @@ def test_a_manifest_that_points_out_of_its_block_is_refused(fields: list[object]
 
 
 # ---- ahead ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes while somebody waits, and at no other moment."""
+    now = [0.0]
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(slab_module, "time", clock)
 
 
 def half_written(slab: WeightSlab, num_whole: int) -> SlotWriter:

@@ -42,6 +42,7 @@ def slow_steps(recent: Recent) -> str | None:
 
 
 def broken(recent: Recent) -> str | None:
+    follow._RULE_S = 0.05  # of the next one, which does not end
     raise KeyError("nothing")
 
 
@@ -173,7 +174,7 @@ def test_a_disk_that_is_nearly_full_is_told(tmp_path: Path, monkeypatch: pytest.
 def test_a_users_rule_is_asked_too_and_one_that_fails_or_hangs_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "_RULE_S", 0.05)
+    monkeypatch.setattr(follow, "_RULE_S", 60.0)
     desk = Desk(tmp_path / "demo", AlertsConfig(**QUIET.model_dump() | {"rules": (slow_steps, broken, endless)}))
     assert desk.told(STARTED, step(0, step_s=61.5)) == [
         "start: started", "slow_steps: takes 61.5 s a step", "broken: has a rule that failed, broken: KeyError: 'nothing'",
@@ -318,7 +319,7 @@ def service(answer: int = 200) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
-            yield f"json://me:hunter2@127.0.0.1:{server.server_port}/key-hunter2", told
+            yield f"json://me:hunter2@127.0.0.1:{server.server_port}/key-hunter2?rto=60&cto=60", told
         finally:
             server.shutdown()
             thread.join()

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from rondo.launch.check import jobs
 from rondo.launch.check.findings import Facts
 from rondo.launch.check.jobs import run_jobs
 from rondo.launch.check.probe import _limits, _ports, probe
@@ -23,6 +24,7 @@ from rondo.runtime.errors import DeadlineExceeded
 from rondo.runtime.processes import process
 from rondo.runtime.supervision.launcher import Job
 from rondo.runtime.supervision.nursery import Nursery
+from rondo.runtime.waits import waiting
 from tests.launch import configs
 
 FACTS = Facts(num_parameters=1_000_000, num_tensors=30, max_positions=512, num_devices=0, num_rows=32, num_held_out=8)
@@ -53,17 +55,19 @@ def test_all_that_a_run_stands_on_is_tried_and_nothing_is_left(nursery: Nursery,
     assert below() <= there | {nursery.pids["nursery"]}
 
 
-def test_what_does_not_end_by_its_deadline_is_ended(nursery: Nursery, tmp_path: Path) -> None:
+def test_what_does_not_end_by_its_deadline_is_ended(
+    nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stuck = Job("signal:pause", (), dict(os.environ), tmp_path / "log")
-    there, begun = below(), set[int]()
+    there, begun, waits = below(), set[int](), list[waiting]()
+    monkeypatch.setattr(jobs, "waiting", lambda *what, **how: waits.append(waiting(*what, **how)) or waits[-1])
+
+    def time_is_over() -> None:
+        begun.update(below())
+        waits[-1]._expire()
+
     with pytest.raises(DeadlineExceeded, match="probe of patience"):
-        run_jobs(
-            nursery,
-            [stuck, stuck],
-            "probe of patience",
-            3.0,  # in which two forks have begun, also on a busy machine
-            lambda: begun.update(below()),
-        )
+        run_jobs(nursery, [stuck, stuck], "probe of patience", 600.0, time_is_over)
     assert len(begun - there - {nursery.pids["nursery"]}) == 2
     assert nursery.pids["nursery"] in below() <= there | {nursery.pids["nursery"]}  # what others have may go meanwhile
 
@@ -111,6 +115,6 @@ def test_a_swept_folder_is_gone_with_whoever_made_it_also_after_sigkill() -> Non
         [janitor] = [each.pid for each in process.below(maker.pid)]
         ended = os.pidfd_open(janitor)
         maker.kill()
-        assert select.select([ended], [], [], 30)[0]
+        assert select.select([ended], [], [], 120)[0]
         os.close(ended)
     assert not folder.exists()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from rondo.launch.report import status
 from rondo.launch.report.status import ask, ask_to_stop, room_waited_for, show_status
 from rondo.launch.report.summary import Summary, write
 from rondo.launch.rundir import RunDir, owner, supervisor_record
@@ -61,7 +62,8 @@ asyncio.run(main(Path(sys.argv[1])))
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    monkeypatch.setattr(status, "_ANSWER_S", 120.0)
     with subprocess.Popen(
         [sys.executable, "-c", LIVE_RUN, str(tmp_path)], stdout=subprocess.PIPE, text=True
     ) as process:

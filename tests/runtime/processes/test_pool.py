@@ -231,11 +231,21 @@ async def test_a_crash_leaves_the_arrays_of_the_items_beside_it_whole(functions:
         assert (stats.num_done, stats.num_errors, stats.num_timed_out, stats.num_restarts) == (2, 1, 0, 2)
 
 
-async def test_a_stopped_worker_that_had_not_begun_costs_its_item_nothing(functions: str) -> None:
-    async with pool_of(functions, deadline_s=2.0) as pool:
-        (worker,) = children(pool.stats().pids[0])
-        os.kill(worker.pid, signal.SIGSTOP)
-        assert await pool.run(items(["echo", 1])) == [Outcome(1)]
+async def test_a_stopped_worker_that_had_not_begun_costs_its_item_nothing(
+    functions: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_ns = time.monotonic_ns
+    async with pool_of(functions) as pool:
+        (process,) = children(pool.stats().pids[0])
+        os.kill(process.pid, signal.SIGSTOP)
+        asked = asyncio.create_task(pool.run(items(["echo", 1])))
+        (worker,) = pool._workers
+        while not worker._request:  # noqa: ASYNC110 - until the item is handed over, in one step of the loop
+            await asyncio.sleep(0)
+        with monkeypatch.context() as later:
+            later.setattr(time, "monotonic_ns", lambda: now_ns() + 31 * 10**9)
+            worker._check_deadline()
+        assert await asked == [Outcome(1)]
         assert (pool.stats().num_timed_out, pool.stats().num_restarts) == (0, 1)
 
 

@@ -43,10 +43,10 @@ async def test_a_command_has_its_files_and_its_input_and_is_told_as_it_ended(box
         "main.py": b"import sys; print(open('deep/er/a.txt').read(), sys.stdin.read()); sys.exit(3)",
         "deep/er/a.txt": b"6",
     }
-    assert await box.run(files, ["python", "main.py"], b"7") == Ran("6 7\n", "", 3)
-    killed = await box.run({}, ["sh", "-c", "echo no >&2; kill -9 $$"])
+    assert await box.run(files, ["python", "main.py"], b"7", SMALL) == Ran("6 7\n", "", 3)
+    killed = await box.run({}, ["sh", "-c", "echo no >&2; kill -9 $$"], limits=SMALL)
     assert (killed.output, killed.errors, killed.exit, killed.why) == ("", "no\n", -9, None)
-    missing = await box.run({}, ["no_such_program"])
+    missing = await box.run({}, ["no_such_program"], limits=SMALL)
     assert missing.exit == 127 and "no_such_program: No such file" in missing.errors
     for name in ("../out", "/out", ""):
         with pytest.raises(ConfigError, match="below the sandbox's folder"):
@@ -140,14 +140,15 @@ async def test_what_left_its_session_and_its_parent_ends_with_its_command_and_so
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     mark = f"86{uuid.uuid4().int % 10**9}"
-    shell = f"(setsid sh -c 'sleep {mark} & sleep {mark}' &) ; mkdir -p a/b; chmod 000 a; sleep 0.3"
+    begins = f"(setsid sh -c 'sleep {mark} & sleep {mark}' &) ; mkdir -p a/b; chmod 000 a; sleep"
+    shell = f"{begins} {'0.3' if how != 'cancelled' else '300'}"
     box = Sandbox(command=("env",)) if how == "container" else Sandbox(isolation=None if how == "cancelled" else how)  # type: ignore[arg-type]
     if how == "namespaces" and await Sandbox().isolates() != "namespaces":
         pytest.skip("this kernel allows no namespaces")
     if how == "limits":
         run = box._here("limits", {}, ["sh", "-c", shell], b"", SMALL)
     else:
-        run = box.run({}, ["sh", "-c", shell if how != "cancelled" else shell + "00"], b"", SMALL)
+        run = box.run({}, ["sh", "-c", shell], b"", SMALL)
     task = asyncio.create_task(run)
     if how == "cancelled":
         until = time.monotonic() + 60

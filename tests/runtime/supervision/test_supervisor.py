@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import resource
 import select
@@ -155,12 +156,14 @@ def stormy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
     groups = [("alpha-0", 2, ["Idle"]), ("beta-0", 1, ["Idle"])]
     kill = [("coordinator", 1)]
     folder, modules = tmp_path_factory.mktemp("stormy"), ["numpy.random"]
-    with program(folder, groups, kill=kill, modules=modules, silence_s=8, grace_s=30) as run:
+    with program(folder, groups, kill=kill, modules=modules, silence_s=600, grace_s=120) as run:
         run.ready("store", "coordinator", "alpha-0", "beta-0")
         nursery = run.nursery()
         process.kill(nursery.pid, nursery.start_time)
         os.kill(run.pid("alpha-0", rank=1), signal.SIGKILL)
         os.kill(run.pid("beta-0"), signal.SIGSTOP)
+        (folder / "silent.new").write_text("beta-0 1")
+        (folder / "silent.new").rename(folder / "silent")
         run.ready("alpha-0", "coordinator", "beta-0", incarnation=2)
         os.kill(run.pid("store"), signal.SIGKILL)
         run.ready("store", incarnation=2)
@@ -197,12 +200,15 @@ def test_nobody_hears_sigterm_that_is_meant_for_the_supervisor(stormy: Program) 
 
 def test_a_stopped_worker_is_noticed_by_its_silence_and_replaced(stormy: Program) -> None:
     (died,) = stormy.of("died", group="beta-0")
-    assert died["rank"] == 0 and died["cause"].startswith("silent for ") and died["cause"].endswith("limit 8 s")
+    assert died["rank"] == 0 and died["cause"].startswith("silent for ") and died["cause"].endswith("limit 600 s")
     assert stormy.pid("beta-0", incarnation=2) != stormy.pid("beta-0")
 
 
 def test_the_coordinator_hears_of_a_death_and_then_of_the_next_life(stormy: Program) -> None:
-    told = [(r["told"], r["group"], r["incarnation"]) for r in stormy.told() if r.get("group") == "alpha-0"]
+    heard = [(r["told"], r["group"], r["incarnation"]) for r in stormy.told() if r.get("group") == "alpha-0"]
+    told = [
+        each for each, _ in itertools.groupby(heard)
+    ]  # one that dies with its answer unsent hears it in its next life again
     lives = [(what, "alpha-0", life) for life in (1, 2, 3) for what in ("started", "dead")]
     assert told == lives[: len(told)] and len(told) >= 5
     assert [r["num_ranks"] for r in stormy.told() if r["told"] == "started"][:2] == [2, 1]
@@ -349,7 +355,7 @@ def test_memory_and_processor_time_are_measured(calm: Program) -> None:
     )
     cores = calm.outcome["cores"]
     assert set(cores) == set(memory)
-    # Looked at once a second, so that something of the end is missing, and rounded to ticks of 10 ms a process.
+    # Looked at four times a second, so that something of the end is missing, and rounded to ticks of 10 ms a process.
     assert 0.3 * calm.cpu_s < sum(cores.values()) * calm.outcome["wall_s"] < calm.cpu_s + 0.1
     assert cores["nursery"] > cores["coordinator"] > 0  # which has loaded torch
     assert calm.outcome["cpu_share"] == pytest.approx(sum(cores.values()) / len(os.sched_getaffinity(0))) != 0
@@ -432,12 +438,12 @@ def test_a_run_without_progress_says_who_waits_and_restarts_who_computes_and_a_s
     tmp_path: Path,
 ) -> None:
     person, terminal = os.openpty()
-    with program(tmp_path, [("mule-0", 1, ["Stubborn"])], terminal=terminal, grace_s=600, no_progress_s=1) as run:
+    with program(tmp_path, [("mule-0", 1, ["Stubborn"])], terminal=terminal, grace_s=600) as run:
         run.ready("store", "coordinator", "mule-0")
         path = Path(run.until(lambda r: r["kind"] == "dumped")["path"])
         died = run.until(lambda r: r["kind"] == "died")
         assert (died["group"], died["rank"]) == ("mule-0", 0)
-        assert died["cause"].startswith("no progress for 1 s; section 'train' stands for ")
+        assert died["cause"].startswith("no progress for 600 s; section 'train' stands for ")
         written(tmp_path / "logs/attempt_0/mule-0.1.log", "most recent call first")
         run.ready("mule-0", incarnation=2)
         os.write(person, CTRL_C)

@@ -77,7 +77,11 @@ class Stubborn:
 
     async def run(self) -> None:
         await self._ctx.ready()
-        await self._ctx.working("train", threading.Event().wait)
+        await self._ctx.working("train", self._stand)
+
+    def _stand(self) -> None:
+        (self._ctx.run_dir / "stands").touch()
+        threading.Event().wait()
 
 
 class Crash:
@@ -118,6 +122,7 @@ class Sum:
             "imported_on": IMPORTED_ON, "threads": os.environ["OMP_NUM_THREADS"], "forked": FORKED,
         }  # fmt: skip
         await ctx.report("metrics", facts)
+        await ctx.supervisor.call("looked")
 
     def _total(self) -> int:
         import torch
