@@ -22,7 +22,7 @@ from typing import Any
 import orjson
 
 from rondo.roles.rewards.worker import IS_ASYNC, Opened, in_worker
-from rondo.runtime.errors import Closed, DeadlineExceeded, PeerGone
+from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone
 from rondo.runtime.processes.pool import Outcome, Pool
 from rondo.runtime.processes.pool_worker import failed
 from rondo.runtime.reference import load_reference
@@ -70,7 +70,14 @@ class UserFunction(Pool):
 
         ConfigError for one that cannot be loaded or called."""
         await super().start()
-        [told] = await super().run([encode(IS_ASYNC)])
+        deadline_s, self._deadline_s = self._deadline_s, self._load_deadline_s
+        [told] = await super().run([encode(IS_ASYNC)])  # a part of loading
+        self._deadline_s = deadline_s
+        if told.error is not None:
+            await super().close()
+            raise ConfigError(
+                f"{self._source} must load without ending its process, got {told.brief}. Look at what it does while it loads"
+            )
         self.is_mixed = told.value is None
         if told.value:
             name, settings = self._opens

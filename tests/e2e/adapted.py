@@ -26,6 +26,7 @@ from rondo.roles.engines.embedded.slots import SlotEngine
 from rondo.roles.engines.replica import Replica
 from rondo.roles.engines.sglang import adapters
 from rondo.roles.rollout import RolloutRole
+from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.supervision.spec import GroupSpec
 from rondo.runtime.worker.context import WorkerContext
 
@@ -82,13 +83,14 @@ def config_of(folder: Path) -> RunConfig:
         run_dir=folder,
         num_steps=NUM_STEPS,
         max_staleness=1,
+        supervision=SupervisionConfig(silence_s=120, grace_s=120),
         groups=fully_async(),
         model=ModelConfig(
             build="rondo.models.tiny.qwen3:build",
             build_args={"hidden_size": 64, "num_experts": 4, "moe_intermediate_size": 32},
         ),
         data=DataConfig(rows="tests.e2e.updates:words"),
-        reward=RewardConfig(function="tests.e2e.updates:parity"),
+        reward=RewardConfig(function="tests.e2e.updates:parity", deadline_s=120),
         rollout=RolloutConfig(
             prompts_per_step=4, samples_per_prompt=4, max_prompt_tokens=8, max_new_tokens=16, num_slots=16
         ),

@@ -3,7 +3,7 @@ raises for one row and hangs for another; its function after each save fails onc
 
 from __future__ import annotations
 
-import time
+import asyncio
 from pathlib import Path
 
 from rondo.launch.config import RunConfig
@@ -19,6 +19,7 @@ from rondo.roles.config import (
     RolloutConfig,
     TrainConfig,
 )
+from rondo.runtime.config import SupervisionConfig
 
 
 def words() -> list[dict[str, str]]:
@@ -29,17 +30,18 @@ def other_words() -> list[dict[str, str]]:
     return [{"prompt": f"{n}?", "label": str(n)} for n in range(4)]
 
 
-def moody(response: str, label: str, *, prompt: str, metadata: dict[str, object]) -> float:
+async def moody(response: str, label: str, *, prompt: str, metadata: dict[str, object]) -> float:
+    """Waits for ever, or not at all: its deadline meets what hangs alone, however busy the machine."""
     if label == "5":
         raise ZeroDivisionError("five")
     if label == "13":
-        time.sleep(3600)
+        await asyncio.Event().wait()
     if prompt.endswith("?"):
         return float(int(label) % 2)
     return float(len(response) % 2)
 
 
-def decides(samples: list[dict[str, object]]) -> bool:
+async def decides(samples: list[dict[str, object]]) -> bool:
     return {"length", "stop"} >= {sample["finish_reason"] for sample in samples}
 
 
@@ -53,6 +55,7 @@ config = RunConfig(
     name="evaluated",
     num_steps=8,
     max_staleness=2,
+    supervision=SupervisionConfig(silence_s=120, grace_s=120),
     groups=hybrid(rollout_replicas=2),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
     data=DataConfig(rows=words, shuffle=False, held_out=4),

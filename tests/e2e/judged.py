@@ -18,6 +18,7 @@ from rondo.roles.config import (
     ScorerConfig,
     TrainConfig,
 )
+from rondo.runtime.config import SupervisionConfig
 
 TINY = "rondo.models.tiny.qwen3:build"
 
@@ -49,11 +50,12 @@ config = RunConfig(
     name="judged",
     num_steps=12,
     max_staleness=1,
+    supervision=SupervisionConfig(silence_s=120, grace_s=120),
     groups=hybrid(genrm_replicas=1, scorer_replicas=1),
     model=ModelConfig(build=TINY, build_args={"hidden_size": 32, "num_layers": 1}),
     data=DataConfig(rows=words, held_out=4),
     evaluation=EvalConfig(num_prompts=4),
-    reward=RewardConfig(function=rule),
+    reward=RewardConfig(function=rule, deadline_s=120),
     genrm=GenrmConfig(
         model=ModelConfig(build=TINY, build_args={"hidden_size": 48, "num_layers": 1, "max_positions": 256}),
         prompt="Q: {prompt} A: {response}",

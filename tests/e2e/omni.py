@@ -1,14 +1,18 @@
-"""A tiny Qwen3-Omni on rows of text, image, audio, video and several at once, every tenth of them broken in another way; two
+"""A tiny Qwen3-Omni on rows of text, image, audio, video and several at once, four of them broken, each in another way; two
 actor processes that mostly see different modalities; one version stale; the gap between engine and trainer limited."""
 
 from __future__ import annotations
 
 import io
+import os
+import time
 import wave
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from rondo.comm.bus.journal import files, read
 from rondo.launch.config import RunConfig
 from rondo.launch.groups import RoleGroup
 from rondo.models.config import ModelConfig
@@ -23,6 +27,8 @@ from rondo.roles.config import (
     SftConfig,
     TrainConfig,
 )
+from rondo.runtime.config import SupervisionConfig
+from rondo.runtime.supervision.spec import RUN_DIR
 
 _RATE = 16_000
 
@@ -76,15 +82,19 @@ def whole(n: int) -> list[dict[str, Any]]:
 
 
 BROKEN = {
-    3: question(image(b"not a picture")),
     8: question(audio(sound(1, seconds=0.0))),
+    9: question(image(b"not a picture")),
     13: question(image("https://example.invalid/cat.png")),
     18: [{"role": "user", "content": [image(picture(1)), {"type": "text", "text": "<|image_pad|>"}]}],
 }
 
 
+LAST = (26, 31, 39, 40, 42, 48)
+"""The rows of the last step: none of them is begun before version 4 is there."""
+
+
 def rows() -> list[dict[str, Any]]:
-    return [{"prompt": BROKEN.get(n) or whole(n), "label": str(n % 10)} for n in range(60)]
+    return [{"prompt": BROKEN.get(n) or whole(n), "label": str(n)} for n in range(60)]
 
 
 def demonstrations() -> list[dict[str, Any]]:
@@ -95,9 +105,23 @@ def wordy(response: str, label: str, *, prompt: Any, metadata: dict[str, object]
     return float(len(response) % 2)
 
 
+def behind_the_reference(response: str, label: str, *, prompt: Any, metadata: dict[str, object]) -> float:
+    """`wordy`; the last step is not rewarded before the reference has newer weights than its first."""
+    while int(label) in LAST and len(proved_by_reference(Path(os.environ[RUN_DIR]))) < 2:
+        time.sleep(0.05)
+    return wordy(response, label, prompt=prompt, metadata=metadata)
+
+
+def proved_by_reference(run: Path) -> list[int]:
+    """The versions that the reference has had so far."""
+    events = (event for file in files(run / "journal") for event in read(file))
+    return [e["version"] for e in events if e["event"] == "proved" and e["reader"].endswith("/reference.0")]
+
+
 config = RunConfig(
     name="omni",
     num_steps=6,
+    supervision=SupervisionConfig(silence_s=120, grace_s=120),
     max_staleness=1,
     groups=(
         RoleGroup(name="rollout", roles=("rollout",)),
@@ -110,7 +134,7 @@ config = RunConfig(
     data=DataConfig(rows=rows, apply_chat_template=True, shuffle=False, balance="natural", held_out=6),
     media=MediaConfig(video_min_tokens=4, max_group_bytes=1 << 20),
     evaluation=EvalConfig(num_prompts=6),
-    reward=RewardConfig(function=wordy, max_failures=1),
+    reward=RewardConfig(function=wordy, max_failures=1, deadline_s=120),
     algorithm=AlgorithmConfig(kl_coef=0.01, kl="k1", kl_in="reward"),
     reference=ReferenceConfig(refresh_every=3),
     rollout=RolloutConfig(

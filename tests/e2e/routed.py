@@ -26,6 +26,7 @@ from rondo.launch.train import TrainOptions
 from rondo.models.config import ModelConfig
 from rondo.models.media.config import MediaConfig
 from rondo.roles.config import AlgorithmConfig, DataConfig, RewardConfig, RolloutConfig, TrainConfig
+from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.supervision.spec import GroupSpec
 from tests.e2e.omni import audio, image, picture, question, sound
 from tests.strength import LONG
@@ -68,11 +69,12 @@ def config_of(folder: Path, mode: str, media: str = "") -> RunConfig:
         run_dir=folder,
         num_steps=NUM_STEPS,
         max_staleness=staleness,
+        supervision=SupervisionConfig(silence_s=120, grace_s=120),
         groups=MODES[mode],
         model=ModelConfig(build=f"rondo.models.tiny.{family}:build", build_args=sizes),  # as SGLang serves mixtures
         data=DataConfig(rows=rows, apply_chat_template=bool(media)),
         media=MediaConfig(max_group_bytes=1 << 20) if media else None,
-        reward=RewardConfig(function="tests.e2e.updates:parity"),
+        reward=RewardConfig(function="tests.e2e.updates:parity", deadline_s=120),
         algorithm=AlgorithmConfig(old_log_probs="actor_fwd" if staleness else "auto"),
         rollout=RolloutConfig(
             prompts_per_step=4, samples_per_prompt=4, max_prompt_tokens=64 if media else 8, max_new_tokens=48,

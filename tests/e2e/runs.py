@@ -23,7 +23,10 @@ from rondo.launch.report.records import read_records
 ROOT = Path(__file__).parents[2]
 QUICKSTART = ROOT / "examples" / "quickstart.py"
 PATIENCE_S = 60.0
+PATIENT = ("supervision.silence_s=120", "supervision.grace_s=120", "reward.deadline_s=120")
+"""On a busy machine nobody counts as dead, is killed while it leaves, or has no reward because it had to wait for the cores."""
 SMALL = (
+    *PATIENT,
     "num_steps=12",
     "sft.steps=8",
     "sft.warmup_steps=2",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import orjson
 
-from rondo.comm.bus.journal import files, read
 from rondo.launch.report.records import step_records
+from tests.e2e.omni import proved_by_reference
 from tests.e2e.runs import ROOT, command, left_behind
 from tests.e2e.shell import Rondo, to_the_end
 
@@ -16,7 +16,8 @@ def test_every_modality_trains_through_deaths_and_what_is_broken_is_quarantined_
     tmp_path: Path, rondo: Rondo
 ) -> None:
     module = str(ROOT / "tests" / "e2e" / "omni.py")
-    line = [*command(tmp_path)[:4], module, "--set", f"run_dir={tmp_path}", "--kill", "rollout@2", "--kill", "actor@4"]
+    settings = ("--set", f"run_dir={tmp_path}", "--set", f"reward.function={module}:behind_the_reference")
+    line = [*command(tmp_path)[:4], module, *settings, "--kill", "rollout@2", "--kill", "actor@4"]
     ended = to_the_end(rondo, line, tmp_path / "omni")
     assert ended.code == 0, ended.output
     summary = ended.summary
@@ -28,15 +29,10 @@ def test_every_modality_trains_through_deaths_and_what_is_broken_is_quarantined_
     assert sum(quarantined.values()) >= 3 and len(quarantined) >= 3
     # A step all of whose rows are of an older version, which nobody scored under it, has nothing to compare.
     steps = list(step_records(ended.run_dir / "metrics.jsonl"))
-    assert steps[0]["staleness_mean"] == 0
+    assert steps[0]["staleness_mean"] == 0 and all(f"log_prob_gap_{kind}" in steps[0] for kind in summary["modalities"])
     assert all("log_prob_gap" in record for record in steps if record["staleness_mean"] < 1)
     # The reference was the actor of version 0, and then of one in three; the KL to it was told of every step.
-    proved = [
-        event["version"]
-        for file in files(ended.run_dir / "journal")
-        for event in read(file)
-        if event["event"] == "proved" and event["reader"].endswith("/reference.0")
-    ]
+    proved = proved_by_reference(ended.run_dir)
     assert proved[0] == 0 and len(proved) >= 2 and len({version // 3 for version in proved}) == len(proved)
     assert all("kl" in record for record in steps)
     kinds = summary["modalities"]

@@ -17,6 +17,7 @@ from rondo.launch.modes import fully_async
 from rondo.models.config import ModelConfig
 from rondo.roles.config import DataConfig, EnvironmentConfig, RolloutConfig, SamplesConfig, TrainConfig
 from rondo.roles.sampling.environments import Step
+from rondo.runtime.config import SupervisionConfig
 
 TURNS, SLOW_S = 6, 0.25
 
@@ -49,6 +50,7 @@ config = RunConfig(
     name="turns",
     num_steps=8,
     max_staleness=1,
+    supervision=SupervisionConfig(silence_s=120, grace_s=120),
     groups=fully_async(rollout_replicas=2),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
     data=DataConfig(rows=words, label=None),

@@ -19,6 +19,7 @@ from rondo.roles.config import (
     TeacherConfig,
     TrainConfig,
 )
+from rondo.runtime.config import SupervisionConfig
 
 
 def teacher(seed: int) -> TeacherConfig:
@@ -53,10 +54,11 @@ config = RunConfig(
     name="updates",
     num_steps=4,
     max_staleness=1,
+    supervision=SupervisionConfig(silence_s=120, grace_s=120),
     **MODES["fully_async"],
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
     data=DataConfig(rows=words, metadata="extra"),
-    reward=RewardConfig(function=parity),
+    reward=RewardConfig(function=parity, deadline_s=120),
     algorithm=AlgorithmConfig(
         name="dapo", normalize_batch="tokens", tis_low=0.5, tis_high=2.0, tis_mode="mask", tis_level="geometric"
     ),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.media import MediaPool, located, preparer
 from rondo.roles.data.originals import FOLDER, of_group
 from rondo.runtime.errors import Closed, ConfigError
+from rondo.runtime.processes import pool as processes
 
 HANGING = (
     "{% if hang %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
@@ -139,12 +142,22 @@ async def test_whatever_is_wrong_with_a_row_costs_it_alone_and_names_it(
     assert media is not None and pool.stats().num_done > done
 
 
-async def test_media_that_take_too_long_cost_their_worker_and_their_row_and_closing_wakes_who_waits(model: str) -> None:
-    async with MediaPool(model, LIMITS.model_copy(update={"deadline_s": 4.0}), load_deadline_s=600) as own:
+async def test_media_that_take_too_long_cost_their_worker_and_their_row_and_closing_wakes_who_waits(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with MediaPool(model, LIMITS.model_copy(update={"deadline_s": 1.0}), load_deadline_s=600) as own:
+        begun = time.monotonic_ns()
+
+        def clock() -> int:
+            """Goes on while the first row is worked on, so that no other is ever late."""
+            hangs = own.stats().num_restarts == 0 and any(worker._read_note()[0] == 1 for worker in own._workers)
+            return time.monotonic_ns() if hangs else begun
+
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic_ns=clock))
         hanging = asyncio.create_task(own.prepare(row(png()), asking(hang=True), 512))
         await asyncio.sleep(0)
         behind = asyncio.create_task(own.prepare(row(png()), DATA, 512))
-        with pytest.raises(RowError, match=r"^a.jsonl:7: media processor must return within 4 s, got no end"):
+        with pytest.raises(RowError, match=r"^a.jsonl:7: media processor must return within 1 s, got no end"):
             await hanging
         _, media = await behind
         assert media is not None

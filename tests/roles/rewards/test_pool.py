@@ -8,11 +8,13 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from decimal import Decimal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,7 @@ import uvloop
 
 from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
 from rondo.runtime.errors import Closed, ConfigError
+from rondo.runtime.processes import pool as processes
 from rondo.runtime.processes.process import children
 from rondo.runtime.waits import pending
 
@@ -102,6 +105,8 @@ def scripted(response, label, *, prompt, metadata):
     if word == "exit":
         sys.exit(rest)
     if word == "hang":
+        if rest:
+            Path(rest).write_text("begun")
         hang()
     if word == "die":
         os.kill(os.getpid(), signal.SIGSEGV)
@@ -142,7 +147,7 @@ def functions(tmp_path: Path) -> str:
 
 @asynccontextmanager
 async def pool_of(
-    functions: str, name: str = "scripted", *, num_workers: int = 1, deadline_s: float = 30.0
+    functions: str, name: str = "scripted", *, num_workers: int = 1, deadline_s: float = 300.0
 ) -> AsyncIterator[RewardPool]:
     """A pool whose workers are proved gone at the end, however the test ends."""
     pool = RewardPool(f"{functions}:{name}", num_workers=num_workers, deadline_s=deadline_s, load_deadline_s=120)
@@ -309,9 +314,9 @@ async def test_an_async_function_judges_all_beside_each_other_here_and_each_has_
             await asked
     with pytest.raises(Closed, match="must be open"):
         await pool.score(scripts("together"))
-    async with pool_of(functions, "judged", deadline_s=0.05) as pool:
+    async with pool_of(functions, "judged", deadline_s=1e-4) as pool:  # which is not that of its loading
         [late] = await pool.score(scripts("hang"))
-        assert late.timed_out and late.error == "reward must return within 0.05 s, got no end. It was cancelled"
+        assert late.timed_out and late.error == "reward must return within 0.0001 s, got no end. It was cancelled"
         assert (pool.stats().num_timed_out, pool.stats().num_errors) == (1, 0)
 
 
@@ -334,9 +339,24 @@ async def test_a_function_over_a_prompt_group_scores_all_at_once_and_its_failure
         await RewardPool(f"{functions}:waited", per="group", load_deadline_s=120).start()
 
 
-async def test_an_item_stuck_in_c_is_killed_at_its_deadline_and_the_others_are_scored(functions: str) -> None:
+def at_a_hang(pool: RewardPool, marks: Path) -> Callable[[], int]:
+    """A clock that goes on while an item hangs which has left its mark, so that no other is ever late."""
+    begun = time.monotonic_ns()
+
+    def clock() -> int:
+        num_begun = sum(mark.stat().st_size > 0 for mark in marks.iterdir())
+        return time.monotonic_ns() if num_begun > pool.stats().num_restarts else begun
+
+    return clock
+
+
+async def test_an_item_stuck_in_c_is_killed_at_its_deadline_and_the_others_are_scored(
+    functions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (marks := tmp_path / "marks").mkdir()
     async with pool_of(functions, deadline_s=1.0) as pool:
-        results = await pool.score(scripts("score 1", "score 2", "hang", "score 4", "hang"))
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic_ns=at_a_hang(pool, marks)))
+        results = await pool.score(scripts("score 1", "score 2", f"hang {marks}/1", "score 4", f"hang {marks}/2"))
         assert scores(results) == [1, 2, None, 4, None]
         assert [result.timed_out for result in results] == [False, False, True, False, True]
         assert results[2].error == "reward must return within 1 s, got no end. Its worker was killed"
@@ -344,12 +364,19 @@ async def test_an_item_stuck_in_c_is_killed_at_its_deadline_and_the_others_are_s
         assert scores(await pool.score(scripts("score 5"))) == [5]
 
 
-async def test_the_deadline_is_each_items_own(functions: str, tmp_path: Path) -> None:
+async def test_the_deadline_is_each_items_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = tmp_path / "slow.py"
     slow.write_text(
         "import time\ndef slow(response, label, *, prompt, metadata):\n    time.sleep(0.25)\n    return 1\n"
     )
-    async with pool_of(str(slow), "slow", deadline_s=2.0) as pool:
+    async with pool_of(str(slow), "slow", deadline_s=0.5) as pool:
+        [worker] = pool._functions[0]._workers
+
+        def half_way() -> int:
+            """Of the item that runs now, however long that takes here."""
+            return worker._read_note()[2] + int(0.25e9)
+
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic_ns=half_way))
         assert scores(await pool.score(scripts(*"abcdefghi"))) == [1] * 9
         assert pool.stats().num_restarts == 0
 
@@ -365,12 +392,15 @@ async def test_a_hanging_group_leaves_other_workers_alone(functions: str) -> Non
 
 
 @pytest.mark.parametrize("word", ["child", "dead"])
-async def test_a_worker_takes_the_processes_it_started_with_it(functions: str, tmp_path: Path, word: str) -> None:
-    """Those in a session of their own too, whether it is killed or ends by itself. It has started and told one by its deadline,
-    also on a busy machine."""
-    async with pool_of(functions, deadline_s=3.0) as pool:
-        (result,) = await pool.score(scripts(f"{word} {tmp_path / 'pid'}"))
-        assert not is_alive(int((tmp_path / "pid").read_text()))
+async def test_a_worker_takes_the_processes_it_started_with_it(
+    functions: str, tmp_path: Path, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those in a session of their own too, whether it is killed or ends by itself. Its deadline begins when it has told one."""
+    (marks := tmp_path / "marks").mkdir()
+    async with pool_of(functions, deadline_s=1.0) as pool:
+        monkeypatch.setattr(processes, "time", SimpleNamespace(monotonic_ns=at_a_hang(pool, marks)))
+        (result,) = await pool.score(scripts(f"{word} {marks / 'pid'}"))
+        assert not is_alive(int((marks / "pid").read_text()))
     assert result.timed_out == (word == "child")
 
 
@@ -477,8 +507,11 @@ async def test_workers_import_neither_torch_nor_numpy(tmp_path: Path) -> None:
 
 def test_the_pool_works_on_uvloop(functions: str, tmp_path: Path) -> None:
     async def scored() -> list[float | None]:
-        async with pool_of(functions, deadline_s=1.0, num_workers=2) as pool:
-            first = await pool.score(scripts("score 1", "hang", "die", f"die-once {tmp_path / 'died'}"))
+        async with pool_of(functions, deadline_s=0.5) as pool:
+            [hung] = await pool.score(scripts("hang"))
+            assert hung.timed_out
+        async with pool_of(functions, deadline_s=300.0, num_workers=2) as pool:
+            first = await pool.score(scripts("score 1", "die", f"die-once {tmp_path / 'died'}"))
             os.kill(pool.stats().pids[0], signal.SIGKILL)
             return (
                 scores(first)
@@ -487,7 +520,7 @@ def test_the_pool_works_on_uvloop(functions: str, tmp_path: Path) -> None:
             )
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        assert runner.run(scored()) == [1, None, None, 1, 2, 3]
+        assert runner.run(scored()) == [1, None, 1, 2, 3]
 
 
 @pytest.mark.parametrize("busy", [True, False], ids=["while it hangs", "while it waits"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,8 +15,10 @@ import pytest
 
 from rondo.roles.config.data import RewardConfig
 from rondo.roles.rewards.hub import remote
+from rondo.roles.rewards.hub import service as hub_service
 from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
 from rondo.runtime.errors import ConfigError, PeerGone
+from tests.schedules import later
 
 PATIENCE_S = 60.0
 """For what a service that is well has to answer, however busy the machine."""
@@ -165,19 +168,33 @@ async def test_a_row_that_the_service_refuses_fails_alone() -> None:
 
 async def test_a_service_that_hangs_or_is_not_there_is_told_in_time_and_counted_apart() -> None:
     with serving(lambda *_: None) as (url, service):
-        found = await scored(url, retry_s=2.0, call_deadline_s=0.05)
-        assert len(service.bodies) > 1
-    assert all(each.timed_out and "must answer within 2 s" in (each.error or "") for each in found)
-    gone = await asked(url, retry_s=0.5)
+        asking = asyncio.create_task(scored(url, settings={"deadline_s": 9000}, retry_s=3600, call_deadline_s=0.05))
+        while len(service.bodies) < 2:  # noqa: ASYNC110 - of a thread
+            await asyncio.sleep(0)
+        later(3600)
+        found = await asking
+    assert all(each.timed_out and "must answer within 3600 s" in (each.error or "") for each in found)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and does not listen
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        asks = asyncio.create_task(asked(url, retry_s=3600))
+        of_url = (asyncio.get_running_loop(), (url,), None, "rondo", 32, 64, 4.0, 3600)
+        while not hub_service._service(*of_url)._servers.num_failed:  # noqa: ASYNC110 - a count
+            await asyncio.sleep(0)
+        later(3600)
+        gone = await asks
     assert all(isinstance(each, PeerGone) and "ConnectionRefusedError" in str(each) for each in gone)
 
 
 async def test_one_that_hangs_once_is_asked_again_and_no_more_calls_are_made_than_may_be() -> None:
     with serving(lambda number, body: None if number == 1 else equal(number, body)) as (url, service):
-        # Longer than any answer takes that comes: one that was given up here is still under way there.
-        found = await scored(url, call_deadline_s=2.0, batch=1, num_calls=2)
-        assert [each.score for each in found] == [1, 0, 1, 0]
-        assert service.most <= 3  # the server has not seen the first one end
+        args: Any = {"url": url, "call_deadline_s": 3600, "retry_s": 9000, "batch": 1, "num_calls": 2}
+        calls = [asyncio.create_task(remote(text, "7", prompt="", metadata={}, **args)) for text in "7879"]
+        while sum(call.done() for call in calls) < 3:  # noqa: ASYNC110 - of several
+            await asyncio.sleep(0)
+        later(3600)
+        assert await asyncio.gather(*calls) == [1, 0, 1, 0]
+        assert service.most == 2  # the server has not seen the first one end
 
 
 async def test_beside_plain_functions_all_calls_are_made_at_a_time() -> None:

@@ -39,6 +39,7 @@ from rondo.roles.sampling.workflow import Client, Context
 from rondo.roles.shown import written
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.values import decode
+from tests.schedules import later
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}Call with <tool_call>.<|im_end|>\n"
@@ -506,12 +507,19 @@ async def test_a_method_that_blocks_holds_neither_the_loop_nor_the_lease_nor_a_p
 async def test_a_call_beyond_its_deadline_has_one_outcome() -> None:
     Slow.loop, Slow.called = asyncio.get_running_loop(), asyncio.Event()
     Slow.go.clear()
+
+    async def pass_by() -> None:
+        await Slow.called.wait()
+        later(60.0)
+
+    passing = asyncio.create_task(pass_by())
     try:
-        found = await played(job(factory=Slow, deadline_s=0.2), "x")
+        found = await played(job(factory=Slow, deadline_s=60.0), "x")
     finally:
         Slow.go.set()
+    await passing
     [made] = found.made
-    assert made.error is not None and "Slow.step must return within 0.2 s, got no end" in made.error
+    assert made.error is not None and "Slow.step must return within 60 s, got no end" in made.error
     assert (found.stats["Slow"].errors, found.stats["Slow"].timeouts) == (0, 1)
 
 

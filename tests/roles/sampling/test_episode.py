@@ -23,6 +23,7 @@ from rondo.roles.sampling.episode import Episode, Limits, Made, Turn
 from rondo.roles.sampling.evaluation import scored
 from rondo.roles.sampling.workflow import Client, Context
 from rondo.runtime.errors import Closed, ConfigError
+from tests.schedules import later
 from tests.strength import LONG
 
 THINKING = (
@@ -311,10 +312,16 @@ async def test_an_episode_that_fails_fails_itself_and_keeps_what_was_sampled() -
 
 
 async def test_an_episode_beyond_its_time_is_handed_in_as_aborted() -> None:
+    num_turns = 0
+
     async def play(line: Episode) -> Turn:
+        nonlocal num_turns
         turn = await line.generate()
+        num_turns += 1
+        if num_turns == 2:
+            later(50)
         await asyncio.Event().wait()
         return turn
 
-    made = await handed_in(play, replace(LIMITS, max_s=0.05))
+    made = await handed_in(play, replace(LIMITS, max_s=50))
     assert [(each.last.finish_reason, each.error) for each in made.values()] == [("cancelled", None)] * 2

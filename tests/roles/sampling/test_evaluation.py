@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,10 +30,11 @@ from rondo.roles.sampling.evaluation import SET, Evaluator, figures, pass_at_k, 
 from rondo.roles.sampling.predict import MOST_AT_ONCE, Predictor
 from rondo.roles.sampling.workflow import Client, Context
 from rondo.runtime.errors import ConfigError, Refused, RondoError
-from rondo.runtime.waits import pending
+from rondo.runtime.waits import PROCESS, pending
 from tests.models.builders import full_tensors
 from tests.roles.engines.engines import prompt_of, qwen3
 from tests.roles.test_config import changed
+from tests.schedules import later
 
 
 def test_pass_at_k_is_the_share_of_all_choices_of_k_samples_that_hold_a_solved_one() -> None:
@@ -151,27 +153,38 @@ async def hangs_for_1(row: Row, client: Client, context: Context) -> None:
     await context.each(client, Episode.generate)
 
 
-async def test_a_workflow_that_hangs_costs_its_own_prompt_and_no_answer_that_takes_long_does() -> None:
+async def test_a_workflow_that_hangs_costs_its_own_prompt_and_no_answer_that_takes_long_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     config = EvalConfig(num_prompts=3, solved_from=0.0)
-    job = JobConfig.model_validate(changed(("evaluation", config.model_dump()), ("rollout.lease_deadline_s", 0.05)))
+    job = JobConfig.model_validate(changed(("evaluation", config.model_dump()), ("rollout.lease_deadline_s", 50)))
     asking = replace(evaluator(config, held_out=Numbers(3)), config=job, workflow=hangs_for_1)
     slow, generate = engine(), EmbeddedEngine.generate
-    waits_for_1 = asyncio.Event()
+    waits_for_1, asked = asyncio.Event(), set[str]()
 
     async def late(request: Request) -> Completion:
+        asked.add(request.id)
         await waits_for_1.wait()
         return await generate(slow, request)
 
     slow.generate = late  # type: ignore[method-assign]
     evaluating = asyncio.create_task(whole(asking, slow))
-    async with asyncio.timeout(60):
-        # The end of a wait is no event.
-        while [wait.peer for wait in pending() if wait.name == "workflow of an evaluation"] != ["row 0", "row 2"]:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+
+    def under_way() -> list[str]:
+        return sorted(wait.peer for wait in pending() if wait.name == "workflow of an evaluation")
+
+    async with asyncio.timeout(120):
+        # Neither the begin of a wait nor its end is an event.
+        while under_way() != ["row 0", "row 1", "row 2"] or len(asked) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        later(50)
+        monkeypatch.setattr(PROCESS, "clock", lambda: time.monotonic() + 50)
+        while under_way() != ["row 0", "row 2"]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
         waits_for_1.set()
         found = await evaluating
     assert (found["num_samples"], found["num_failed"]) == (3, 1) and found["sets"]["held_out"]["pass@1"] == 1.0
-    assert found["first_failed"].startswith("row 1: rollout.workflow must come further within 0.05 s")
+    assert found["first_failed"].startswith("row 1: rollout.workflow must come further within 50 s")
 
 
 class Moody(Scores):

@@ -16,9 +16,10 @@ from rondo.runtime.errors import PeerGone, Refused
 from tests.roles.engines.dispatch.stub import Stub, token_of
 
 QUICK = DispatchLimits(
-    queue_deadline_s=60.0, absent_deadline_s=60.0, health_interval_s=0.05, absent_interval_s=0.02, probe_deadline_s=5.0,
-    silent_s=5.0, open_s=0.02, longest_open_s=0.2, update_deadline_s=30.0, most_kills=50, most_attempts=50,
+    queue_deadline_s=300.0, absent_deadline_s=300.0, health_interval_s=0.05, absent_interval_s=0.02, probe_deadline_s=60.0,
+    silent_s=60.0, open_s=0.02, longest_open_s=0.2, update_deadline_s=300.0, most_kills=50, most_attempts=50,
 )  # fmt: skip
+"""Who looks, looks often, and is patient with a server that has to wait for the cores."""
 
 
 @contextlib.asynccontextmanager
@@ -48,9 +49,20 @@ class ThinEngine:
         if not self.opened:
             self.opened = True
             await self.client.__aenter__()
-        if method == "get":  # who looks is patient with a server that runs, and not with one that was stopped
-            return await self.client.get(path, deadline_s=0.1 if self.stub.stopped else deadline_s)
+        if method == "get":
+            return await self._look(path, deadline_s)
         return await self.client.post(path, body, deadline_s=deadline_s)
+
+    async def _look(self, path: str, deadline_s: float) -> Any:
+        """Patient with a server that runs, and not with one that was stopped, before it was asked or since."""
+        asking = asyncio.ensure_future(self.client.get(path, deadline_s=deadline_s))
+        try:
+            while not (await asyncio.wait([asking], timeout=0.1))[0]:
+                if self.stub.stopped:
+                    raise PeerGone(f"the stub {self.stub.name} must run to answer, got one that was stopped")
+            return asking.result()
+        finally:
+            asking.cancel()
 
     async def generate(self, request: Request) -> Completion:
         before = request.prefix

@@ -18,6 +18,7 @@ from rondo.runtime.errors import ConfigError, PeerGone, Refused
 from tests.roles.engines.dispatch.engines import QUICK, asked, check, nothing
 from tests.roles.engines.dispatch.stub import Nursery, record_of
 from tests.roles.engines.dispatch.test_killed import gone, nursery, order, routable, world
+from tests.schedules import later
 
 __all__ = ["nursery"]
 
@@ -96,10 +97,15 @@ async def test_a_server_that_fails_its_update_is_out_until_it_has_proved_the_wei
 
 
 async def test_a_server_that_hangs_in_its_update_is_left_behind(nursery: Nursery, tmp_path: Path) -> None:
-    limits = replace(QUICK, update_deadline_s=3.0)  # in which the other one has taken it, also on a busy machine
+    limits = replace(QUICK, update_deadline_s=3600.0, probe_deadline_s=2.0)
     async with world(nursery, tmp_path, "a", "b", limits=limits) as (_, dispatcher):
         await order(dispatcher, "a", faults={"update": "hang"})
-        await dispatcher.update_weights(2, {})
+        begun, updating = time.monotonic(), asyncio.create_task(dispatcher.update_weights(2, {}))
+        while not any(line["stub"] == "a" and line["at"] > begun for line in record_of(tmp_path)):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        later(3600.0)
+        await updating
+        await routable(dispatcher, "b")
         assert [e.routable for e in dispatcher.dispatch_stats().engines] == [False, True]
         assert dispatcher.version == 2
 
