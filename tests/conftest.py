@@ -15,24 +15,14 @@ import functools
 import gc
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import psutil
 import pytest
-from hypothesis import HealthCheck, settings
 
 from tests.e2e.runs import over_behind_it
 from tests.e2e.shell import Rondo, shell
-
-settings.register_profile(
-    "steady",
-    deadline=None,
-    derandomize=True,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
-)
-settings.register_profile("random", settings.get_profile("steady"), derandomize=False)
-settings.load_profile(os.environ.get("RONDO_HYPOTHESIS", "steady"))
 
 LONGEST = (
     "e2e/test_runs.py", "models/test_fsdp.py", "parity/test_parity.py", "test_docs.py", "models/test_fsdp_media.py",
@@ -53,6 +43,7 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        sys.dont_write_bytecode = bool(sys.flags.dont_write_bytecode)  # what tests write may change within its second
         gc.freeze()
         gc.enable()
 
@@ -96,6 +87,13 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under `nohup` runs would not hear one, and some are sent one
     os.environ.setdefault(_SESSION, str(os.getpid()))  # whatever the tests start inherits it, workers of pytest first
     os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # who crashes says where each of its threads was
+    sys.dont_write_bytecode = False  # until all is collected: else each worker compiles hypothesis and all tests anew
+    from hypothesis import HealthCheck, settings
+
+    health = [HealthCheck.too_slow, HealthCheck.data_too_large]
+    settings.register_profile("steady", deadline=None, derandomize=True, database=None, suppress_health_check=health)
+    settings.register_profile("random", settings.get_profile("steady"), derandomize=False)
+    settings.load_profile(os.environ.get("RONDO_HYPOTHESIS", "steady"))
 
 
 @pytest.hookimpl(trylast=True)

@@ -134,6 +134,8 @@ def run_worlds(module: str, scenarios: list[list[Any]], folder: Path, deadline_s
 
 
 def fork_worlds(module: str, scenarios: list[list[Any]], folder: str) -> None:
+    import torch._dynamo  # which a mesh loads, on each rank
+
     torch.set_num_threads(1)
     found = [_fork_world(getattr(importlib.import_module(module), name), Path(folder) / str(index), *arguments)
              for index, (name, *arguments) in enumerate(scenarios)]  # fmt: skip
