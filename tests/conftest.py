@@ -73,6 +73,13 @@ def _runs_are_over_with_their_test() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def _draws_are_the_same_whatever_ran_before() -> None:
+    """Of whoever draws without a seed of its own: which tests share a process, and in which order, is a matter of time."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
+
+
 @pytest.fixture(scope="session")
 def rondo() -> Iterator[Rondo]:
     """Runs `rondo` with some words: (exit code, output)."""

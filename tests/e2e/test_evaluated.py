@@ -16,7 +16,8 @@ def test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_rais
     rondo: Rondo,
 ) -> None:
     module = str(ROOT / "tests" / "e2e" / "evaluated.py")
-    line = [*command(tmp_path)[:4], module, "--set", f"run_dir={tmp_path}", "--kill", "rollout@4"]
+    roles = f"roles={{'rollout': '{ROOT / 'tests' / 'e2e' / 'held.py'}:HeldRollout'}}"
+    line = [*command(tmp_path)[:4], module, "--set", f"run_dir={tmp_path}", "--set", roles, "--kill", "rollout@4"]
     ended = to_the_end(rondo, line, tmp_path / "evaluated")
     assert ended.code == 0, ended.output
     summary, metrics = ended.summary, ended.run_dir / "metrics.jsonl"

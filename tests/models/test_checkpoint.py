@@ -161,7 +161,7 @@ def test_a_saver_killed_at_any_moment_leaves_only_whole_checkpoints_to_pick(tmp_
     for folder in folders:
         folder.mkdir()
     command = [sys.executable, str(Path(__file__).with_name("killed_worker.py")), *map(str, folders)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=560, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     facts = json.loads(done.stdout)
     old, new, replaced = ["step_000001", 1.0, True], ["step_000002", 2.0, True], ["step_000002", 3.0, True]

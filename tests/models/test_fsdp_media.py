@@ -35,7 +35,7 @@ class Run:
         worker = str(Path(__file__).with_name("fsdp_media_worker.py"))
         command = [sys.executable, worker, str(self.out), str(folder)]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=560, check=False)
         assert done.returncode == 0, done.stderr[-20_000:]
         self.facts: dict[str, Any] = json.loads((self.out / "facts.json").read_text())
 

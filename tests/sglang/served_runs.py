@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 import psutil
 
-from tests.e2e.runs import Ended, Running
+from tests.e2e.runs import PATIENT, Ended, Running
 from tests.sglang.servers import environment, python
 
 CONFIG = Path(__file__).parent / "small.py"
@@ -29,7 +29,7 @@ def line(folder: Path, *sets: str, interpreter: str | None = None, config: Path 
     """The command of a run in `folder`; behind it there is room for options."""
     chosen = (
         f"run_dir={folder}", f"rollout.sglang.python={interpreter or python()}",
-        f"rollout.sglang.environment={orjson.dumps(environment()).decode()}", *sets,
+        f"rollout.sglang.environment={orjson.dumps(environment()).decode()}", *PATIENT, *sets,
     )  # fmt: skip
     parts = [part for text in chosen for part in ("--set", text)]
     return [sys.executable, "-m", "rondo.launch.cli", "train", str(config), *parts]

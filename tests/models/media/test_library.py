@@ -67,7 +67,7 @@ def test_the_assembled_processor_makes_what_the_library_makes(family: str, tmp_p
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=560,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -30,7 +30,7 @@ def said(body: dict[str, Any]) -> str:
 @asynccontextmanager
 async def opened(*urls: str, **settings: Any) -> AsyncIterator[Genrm]:
     config = GenrmConfig.model_validate({"urls": urls, "prompt": "{response}"} | settings)
-    async with Genrm(config, lambda: (), seed=3, load_deadline_s=120) as judge:
+    async with Genrm(config, lambda: (), seed=3, deadline_s=300, load_deadline_s=120) as judge:
         yield judge
 
 
@@ -121,8 +121,8 @@ def ruled(response: str, label: Any, *, prompt: Any, metadata: Any) -> float:
 async def test_rule_and_judge_are_summed_and_one_that_fails_fails_the_response() -> None:
     with judging(lambda body: "?" if said(body) == "unclear" else "yes") as (url, _):
         config = GenrmConfig(urls=(url,), prompt="{response}", retries=0)
-        judge = Genrm(config, lambda: (), load_deadline_s=120)
-        async with RewardPool(f"{HERE}:ruled", load_deadline_s=120, judges=[(judge, 0.5)]) as pool:
+        judge = Genrm(config, lambda: (), deadline_s=300, load_deadline_s=120)
+        async with RewardPool(f"{HERE}:ruled", deadline_s=300, load_deadline_s=120, judges=[(judge, 0.5)]) as pool:
             both, unruled, unjudged = await pool.score([item("abc"), item("broken"), item("unclear")])
             stats = pool.stats()
     assert both == RewardResult(3.5, {"genrm": 1.0, "said": "yes", "rule": 3.0})
@@ -133,9 +133,11 @@ async def test_rule_and_judge_are_summed_and_one_that_fails_fails_the_response()
 
 async def test_rule_judge_and_another_are_one_sum_and_what_each_says_is_among_the_details() -> None:
     with judging(lambda body: "yes") as (url, _):
-        judge = Genrm(GenrmConfig(urls=(url,), prompt="{response}"), lambda: (), load_deadline_s=120)
+        judge = Genrm(GenrmConfig(urls=(url,), prompt="{response}"), lambda: (), deadline_s=300, load_deadline_s=120)
         beside = Lengths()
-        async with RewardPool(f"{HERE}:ruled", load_deadline_s=120, judges=[(judge, 0.5), (beside, 2.0)]) as pool:
+        async with RewardPool(
+            f"{HERE}:ruled", deadline_s=300, load_deadline_s=120, judges=[(judge, 0.5), (beside, 2.0)]
+        ) as pool:
             all_three, without = await pool.score([item("abc"), item("unscored")])
     assert all_three == RewardResult(9.5, {"genrm": 1.0, "said": "yes", "scorer": 3.0, "rule": 3.0})
     assert without == RewardResult(None, {"genrm": 1.0, "said": "yes", "rule": 8.0}, "planted", brief="planted")
@@ -174,7 +176,7 @@ async def test_a_judge_that_returns_elsewhere_is_found_and_no_question_is_lost(t
 
         with judging(dying) as (gone, before):
             serve(gone, "first")
-            async with Genrm(config, records, load_deadline_s=120) as judge:
+            async with Genrm(config, records, deadline_s=300, load_deadline_s=120) as judge:
                 assert scores(await judge.score([item("a")])) == [1.0]
                 assert judge.stats().failed_calls == 1
     assert len(before) == len(asked) == 1 and asked[0]["model"] == "default"

@@ -321,7 +321,7 @@ async def test_an_async_function_judges_all_beside_each_other_here_and_each_has_
 
 
 async def test_a_function_over_a_prompt_group_scores_all_at_once_and_its_failure_is_that_of_all(functions: str) -> None:
-    async with RewardPool(f"{functions}:ranked", per="group", deadline_s=30.0, load_deadline_s=120) as pool:
+    async with RewardPool(f"{functions}:ranked", per="group", deadline_s=300.0, load_deadline_s=120) as pool:
         results = await pool.score([RewardItem(each, num_tokens=i) for i, each in enumerate("cab")])
         assert scores(results) == [2, 0, 1] and [each.details for each in results] == [{"tokens": i} for i in range(3)]
         assert await pool.score([]) == []

@@ -237,7 +237,7 @@ def keep(samples):
 async def test_a_filter_of_the_users_sees_how_samples_ended_and_its_own_failure_fails_the_group(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(KEEP)
     samples = [Ended(1.0, "stop", 3), Ended(None, "length", 4)]
-    how: Any = {"work": "filter", "source": "rollout.keep", "deadline_s": 30.0, "load_deadline_s": 60.0}
+    how: Any = {"work": "filter", "source": "rollout.keep", "deadline_s": 300.0, "load_deadline_s": 300.0}
     async with AsyncExitStack() as pools:
         settings = ({"function": f"{tmp_path}/mine.py:{name}"} for name in ("keep", "waits"))
         opened = [UserFunction("rondo.roles.sampling.filters:open_keep", each, **how) for each in settings]

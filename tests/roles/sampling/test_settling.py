@@ -21,6 +21,7 @@ from rondo.roles.training.work import Work
 from rondo.runtime.errors import DeadlineExceeded
 from rondo.runtime.records.timeline import span
 from rondo.runtime.waits import PROCESS
+from tests.schedules import later
 
 ROOT = Path(__file__).parents[3]
 CONFIG = load(ROOT / "examples" / "quickstart.py")
@@ -194,13 +195,20 @@ async def test_a_trainer_that_rests_takes_its_memory_after_the_engine_gave_its_o
 async def test_a_full_disk_of_the_coordinator_does_not_count_in_the_deadline_of_a_commit(
     monkeypatch: pytest.MonkeyPatch, held_up: int, ends: bool
 ) -> None:
-    monkeypatch.setattr("rondo.roles.training.trainable.SETTLE_LIMIT_S", 0.01)
+    monkeypatch.setattr("rondo.roles.training.trainable.SETTLE_LIMIT_S", 50)
     actor = Actor([])
     actor.bus.held_up = held_up
     async with asyncio.TaskGroup() as actor._tasks:
         await actor._train(0)
+        settled = asyncio.create_task(actor._settled())
+        while not any(wait.name == "settle" for wait in PROCESS.pending()):  # noqa: ASYNC110 - of a wait
+            await asyncio.sleep(0)
+        for left in reversed(range(held_up or 1)):
+            later(50)
+            while actor.bus.held_up > left:  # noqa: ASYNC110 - a count
+                await asyncio.sleep(0)
         if not ends:
-            await actor._settled()
+            await settled
             return
         with pytest.raises(DeadlineExceeded, match="settle"):
-            await actor._settled()
+            await settled

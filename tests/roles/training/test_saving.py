@@ -219,7 +219,7 @@ def test_a_saving_on_a_full_disk_waits_under_a_name_until_there_is_room(tmp_path
     own = ["unshare", "--map-root-user", "--mount"]  # whoever may not mount has files of limited size
     mounts = subprocess.run([*own, "true"], check=False).returncode == 0
     line = [*own, *script, "tmpfs"] if mounts else [*script, "limit"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=560)
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     assert facts["trains on"] and facts["last waits"]

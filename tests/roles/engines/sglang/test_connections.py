@@ -10,6 +10,7 @@ import pytest
 
 from rondo.roles.engines.sglang.client import SGLangClient
 from rondo.roles.engines.sglang.connections import Connections
+from rondo.roles.engines.sglang.server import held_port
 from rondo.runtime.errors import ConfigError, PeerGone
 
 
@@ -182,8 +183,7 @@ async def test_addresses_and_keys_that_cannot_be_sent_are_refused() -> None:
 
 
 async def test_a_server_that_is_not_there_is_gone() -> None:
-    async with serving() as (_, pool):
-        port = pool._port
-    async with SGLangClient(f"http://127.0.0.1:{port}") as client:
-        with pytest.raises(PeerGone, match=r"must answer /ready, got ConnectionRefusedError"):
-            await client.get("/ready", deadline_s=30)
+    with held_port() as port:
+        async with SGLangClient(f"http://127.0.0.1:{port}") as client:
+            with pytest.raises(PeerGone, match=r"must answer /ready, got ConnectionRefusedError"):
+                await client.get("/ready", deadline_s=30)
