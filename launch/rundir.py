@@ -27,6 +27,7 @@ import shutil
 import struct
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,11 @@ class RunDir(Closing):
 
     @classmethod
     def create(
-        cls, parent: Path, name: str, resolved: dict[str, Any], code: Path | None = None, *, latest: bool = True
-    ) -> RunDir:
+        cls, parent: Path, name: str, resolved: dict[str, Any], code: Path | None = None, *, latest: bool = True,
+        around: Mapping[str, Any] | None = None,
+    ) -> RunDir:  # fmt: skip
         """Makes and claims a new run directory under `parent`, the `latest` there, and moves the folder of `code` into it.
-        ConfigError when a run of that name is alive."""
+        `around`: the `surroundings`, where they are known already. ConfigError when a run of that name is alive."""
         number = 1
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +105,7 @@ class RunDir(Closing):
                     break
                 made.close()
                 number += 1
-            made._fill(resolved, code)
+            made._fill(resolved, code, around)
             if latest:
                 point(parent / "latest", made.path.name)
         except OSError as error:
@@ -112,7 +114,7 @@ class RunDir(Closing):
             ) from error
         return made
 
-    def _fill(self, resolved: dict[str, Any], code: Path | None) -> None:
+    def _fill(self, resolved: dict[str, Any], code: Path | None, around: Mapping[str, Any] | None) -> None:
         """The settings last: a directory without them is none yet."""
         for folder in _FOLDERS:
             (self.path / folder).mkdir(0o700 if folder == "samples" else 0o777, exist_ok=True)  # prompts and answers
@@ -121,7 +123,7 @@ class RunDir(Closing):
 
             shutil.move(code, self.path / FOLDER)
             (self.path / "config.py").symlink_to(Path(FOLDER, main_file(self.path / FOLDER)))
-        write_json(self.path / "environment.json", environment(self.path), PRIVATE)
+        write_json(self.path / "environment.json", environment(self.path, around), PRIVATE)
         if changes := _git_says("diff", "HEAD"):
             write_whole(self.path / DIFF, changes.encode()[:_DIFF_BYTES], PRIVATE)
         write_json(self.path / FORMAT, formats.stamp(formats.RUN))
@@ -262,9 +264,16 @@ def write_json(path: Path, data: Any, mode: int = 0o644) -> None:
     write_whole(path, orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n", mode)
 
 
-def environment(run: Path) -> dict[str, Any]:
-    """What a reader of the run needs to know about where it ran: command, versions, machine, git state; also the versions of what
-    its code imports."""
+def surroundings() -> dict[str, Any]:
+    """Of an environment, what takes a quarter of a second to find: git states, and all that is installed."""
+    told = [each.metadata for each in importlib.metadata.distributions()]
+    installed = {each["Name"]: each["Version"] for each in told}
+    return {"git": _git(), "rondo": _git(Path(__file__).parent), "installed": installed}
+
+
+def environment(run: Path, around: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What a reader of the run needs to know about where it ran: command, versions, machine, the `surroundings`, `around`;
+    also the versions of what its code imports."""
     from rondo.launch.code import imported  # not for whoever only reads a run directory
 
     versions = {name: version for name in _PACKAGES if (version := formats.version_of(name)) is not None}
@@ -277,9 +286,7 @@ def environment(run: Path) -> dict[str, Any]:
         "platform": platform.platform(),
         "num_cores": len(os.sched_getaffinity(0)),
         "machine": machine(),
-        "git": _git(),
-        "rondo": _git(Path(__file__).parent),
-        "installed": {each.name: each.version for each in importlib.metadata.distributions()},
+        **(surroundings() if around is None else around),
         **imported(run, versions),
     }
 

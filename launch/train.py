@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,7 +52,16 @@ from rondo.launch.report.plot import EXIT_UNDRAWN
 from rondo.launch.report.steps import Records
 from rondo.launch.report.summary import print_table, read, summarize, write
 from rondo.launch.report.view import open_view, say
-from rondo.launch.rundir import RunDir, checkpoint_of, existing_run, newest_run, owner, read_json, write_json
+from rondo.launch.rundir import (
+    RunDir,
+    checkpoint_of,
+    existing_run,
+    newest_run,
+    owner,
+    read_json,
+    surroundings,
+    write_json,
+)
 from rondo.launch.track.beside import Beside
 from rondo.models.config import ModelConfig
 from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
@@ -316,14 +326,16 @@ def prepared(
     """A new run directory with all that its processes read, once every check has passed, and the socket of its admin endpoint.
     The folder that a model was built in is gone before anything starts, so that a killed run leaves none."""
     with ExitStack() as stack:
-        with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder:
+        with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder, ThreadPoolExecutor(1) as beside:
             # Checked is what will run: the copy, from its first moment on.
             taken = take(config, options.config_path, Path(folder) / FOLDER)
+            around = beside.submit(surroundings)  # while other processes load and look
             facts = require(taken, Path(folder), nursery, say, role_modules(groups))
             admin = stack.enter_context(listen(config.admin))
             kept = resolve(as_kept(counted(taken, facts.num_rows), Path(folder)))
             code = Path(folder) / FOLDER
-            run = stack.enter_context(RunDir.create(config.run_dir, name, kept, code, latest=options.trains))
+            made = RunDir.create(config.run_dir, name, kept, code, latest=options.trains, around=around.result())
+            run = stack.enter_context(made)
             _prepare(counted(config, facts.num_rows), run, facts, num_steps)
         yield run, admin
 

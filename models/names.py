@@ -30,7 +30,7 @@ from torch.distributed.tensor._utils import (
     _compute_local_shape_and_global_offset,
     compute_local_shape_and_global_offset,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
     Interleave,
@@ -47,6 +47,9 @@ from transformers.core_model_loading import (
 
 from rondo.models.units import drop_copies
 from rondo.runtime.errors import ConfigError
+
+# For this, transformers compiles a thousand patterns when it is first asked: once for all that are forked behind this import.
+get_checkpoint_conversion_mapping("")
 
 Conversion = TypeVar("Conversion", WeightRenaming, WeightConverter)
 

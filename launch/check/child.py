@@ -160,11 +160,13 @@ def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[],
 
 def look_at_workflow(config: RunConfig) -> None:
     """It can be loaded and called."""
-    from rondo.roles.sampling.agents import check_command
     from rondo.roles.sampling.workflow import open_workflow
 
     open_workflow(config.rollout.workflow)
-    check_command(config)
+    if config.rollout.agent is not None:
+        from rondo.roles.sampling.agents import check_command
+
+        check_command(config.rollout.agent)
 
 
 def look_at_turns(config: RunConfig, report: Report, tokenizers: Sequence[Any], rows: Sequence[Row]) -> None:

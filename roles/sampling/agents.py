@@ -21,7 +21,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from rondo.roles.config import JobConfig
+from rondo.roles.config import AgentConfig, JobConfig
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.engines.engine import Engine
 from rondo.roles.engines.stops import Stops
@@ -45,10 +45,9 @@ FOLDER = "agents"
 _DRAIN_S = 2.0
 
 
-def check_command(config: JobConfig) -> None:
+def check_command(agent: AgentConfig) -> None:
     """ConfigError for a command that is not there."""
-    agent = config.rollout.agent
-    if agent is not None and agent.command and shutil.which(agent.command[0]) is None:
+    if agent.command and shutil.which(agent.command[0]) is None:
         raise ConfigError(
             f"rollout.agent.command must begin with a program that can be run, got {agent.command[0]!r}. Correct it"
         )
@@ -63,7 +62,7 @@ class Agents:
 
     def __init__(self, config: JobConfig, model_path: str, folder: Path) -> None:
         assert config.rollout.agent is not None
-        check_command(config)
+        check_command(config.rollout.agent)
         self._config, self._settings, self._folder = config, config.rollout.agent, folder
         self._model_path = model_path
         self._places = asyncio.Semaphore(self._settings.max_processes)
