@@ -36,7 +36,7 @@ from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from math import isfinite, nan, prod
 from typing import Any, NamedTuple, cast
 
@@ -203,19 +203,18 @@ def plan(
         # Most arrays have the very dtype object; comparing others costs more.
         if dtype is None or [a for a in arrays if a.dtype is not dtype and a.dtype != dtype]:
             raise ValueError(_column_fault(column, n))
+        size, which = sum([a.size for a in arrays]), None
         if lengths is None and len(arrays) == n:
-            if [array.ndim for array in arrays].count(1) == n:
-                lengths = [*map(len, arrays)]
-        elif lengths is None or len(lengths) != n or min(lengths) < 0 or sum(lengths) != sum([a.size for a in arrays]):
+            if [a.ndim for a in arrays].count(1) == n:
+                lengths = [a.size for a in arrays]
+        elif lengths is None or len(lengths) != n or min(lengths) < 0 or sum(lengths) != size:
             raise ValueError(_column_fault(column, n))
-        which, size = None, 0
         if lengths is None:
-            shapes.append([array.shape for array in arrays])
-            size = sum([array.size for array in arrays])
+            shapes.append([a.shape for a in arrays])
         else:
             if lengths not in different:
                 different.append(lengths)
-            which, size = different.index(lengths), sum(lengths)
+            which = different.index(lengths)
         made.append((column.name, column.dtype, which))
         extents.append((offset, size * dtype.itemsize))
         offset = align(offset + size * dtype.itemsize)
@@ -339,7 +338,7 @@ def _described(
     offsets: Sequence[int],
     columns: tuple[tuple[str, str, int | None], ...],
     num_lengths: int,
-    numbers: Iterable[Sequence[float | None]],
+    numbers: Sequence[Sequence[float | None]],
     meta: Mapping[str, Any] | None,
     shapes: Sequence[Any],
 ) -> bytes:
@@ -348,10 +347,15 @@ def _described(
     named = array("q", [number for span in spans for number in span])
     num_spans = len(named) // 4
     named.extend(offsets)
-    encoded = [*map(_encoded, numbers)]
-    make = _made(num_lengths, "".join([each.typecode for each in encoded]), columns)
+    kinds = "".join(["d" if type(field[0]) is float else "i" for field in numbers])
+    try:
+        encoded = _numbers_of(kinds, len(numbers[0]) if numbers else 0).pack(*chain.from_iterable(numbers))
+    except struct.error:  # one is None, or has more than 32 bits
+        fields = [*map(_encoded, numbers)]
+        kinds, encoded = "".join([field.typecode for field in fields]), b"".join(fields)
+    make = _made(num_lengths, kinds, columns)
     said = orjson.dumps([meta or {}, shapes], option=_JSON) if meta or shapes else b""
-    return b"".join((_COUNTS.pack(num_spans, len(make)), make, named, *encoded, said))
+    return b"".join((_COUNTS.pack(num_spans, len(make)), make, named, encoded, said))
 
 
 @lru_cache(1024)
