@@ -1,8 +1,9 @@
 """Members of process groups, each a process of its own, driven over its socket. `python group_worker.py SOCKET`: the nursery.
 
 Importing torch takes a second, so a nursery imports it once and forks a member for every line that it reads: a JSON object
-{"socket", "token", "store", "meeting", "member", "incarnation"}. It answers with the pid. For an empty object it forks a store
-and answers with the port. Members share nothing but the run's store and the meeting, as those of separately started jobs do.
+{"socket", "token", "store", "meeting", "member", "incarnation"}. It answers with the pid. With "group", "num_ranks" and "done" in
+the place of "member" it forks a torchrun, which leaves the file "done". For an empty object it forks a store and answers with the
+port. Members share nothing but the run's store and the meeting, as those of separately started jobs do.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import signal
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import run as torchrun
 
 from rondo.comm.groups import carriers, communicators, groups
 from rondo.comm.groups.communicators import Communicator
@@ -179,10 +182,13 @@ def nursery() -> None:
             die_with_parent()
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             order = json.loads(line)
-            if order:
+            if "num_ranks" in order:
+                launch(order)
+            elif order:
                 asyncio.run(live(order))
-                return
-            serve_store()
+            else:
+                serve_store()
+            return
         if line.strip() != "{}":
             print(pid, flush=True)
 
@@ -195,6 +201,14 @@ def serve_store() -> None:
     print(made.port, flush=True)
     while True:
         signal.pause()
+
+
+def launch(order: dict[str, Any]) -> None:
+    """What the command does, in a session of its own."""
+    os.setsid()
+    os.environ["MEMBER_ORDER"] = json.dumps(order)
+    torchrun.main([f"--nproc-per-node={order['num_ranks']}", "--standalone", __file__])
+    Path(order["done"]).touch()
 
 
 def launched() -> None:

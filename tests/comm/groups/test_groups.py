@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -82,12 +84,16 @@ class World:
         }  # fmt: skip
 
     def start(self, *members: str, incarnation: int = 1) -> None:
-        assert self.nursery.stdin is not None and self.nursery.stdout is not None
         for member in members:
             order = {**self.order(incarnation), "member": member}
-            self.nursery.stdin.write(json.dumps(order) + "\n")
-            self.nursery.stdin.flush()
-            self.adopt(member, int(self.nursery.stdout.readline()), order["socket"])
+            self.adopt(member, self.fork(order), order["socket"])
+
+    def fork(self, order: dict[str, Any]) -> int:
+        """The pid of who follows it."""
+        assert self.nursery.stdin is not None and self.nursery.stdout is not None
+        self.nursery.stdin.write(json.dumps(order) + "\n")
+        self.nursery.stdin.flush()
+        return int(self.nursery.stdout.readline())
 
     def adopt(self, member: str, pid: int, socket: str) -> None:
         self.pids[member], self.pidfds[member] = pid, os.pidfd_open(pid)
@@ -425,14 +431,12 @@ async def test_two_torchruns_form_a_group_and_keep_their_own_worlds(world: World
     """The trainer's own world goes on while the rollout job dies, is started again, and joins the next epoch."""
     members = A, B, C
     spec = world.spec(*members)
-    jobs: list[subprocess.Popen[bytes]] = []
+    jobs: list[tuple[int, int, Path]] = []  # pid, pidfd, and what is there once it has ended as it should
 
     def launch(group: str, num_ranks: int, incarnation: int) -> None:
-        order = world.order(incarnation)
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_ranks}", "--standalone"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "MEMBER_ORDER": json.dumps({**order, "group": group})}
-        command += [str(HERE / "group_worker.py")]
-        jobs.append(subprocess.Popen(command, cwd=HERE.parents[2], env=environment, start_new_session=True))
+        order, done = world.order(incarnation), world.folder / f"{group}.{incarnation}"
+        pid = world.fork({**order, "group": group, "num_ranks": num_ranks, "done": str(done)})
+        jobs.append((pid, os.pidfd_open(pid), done))
         for rank in range(num_ranks):
             member = f"{group}/{rank}"
             world.refs[member] = ActorRef(f"{order['socket']}.{rank}", token=TOKEN, peer=member)
@@ -444,7 +448,7 @@ async def test_two_torchruns_form_a_group_and_keep_their_own_worlds(world: World
         assert await world.run(members, "broadcast", [[1.0], [2], [4]], 2) == [[4]] * 3
         assert await asyncio.gather(world.ask(A, "own_world", 1.0), world.ask(B, "own_world", 2.0)) == [3.0, 3.0]
         call = asyncio.create_task(world.ask(A, "run", "recv", [0.0], 2, GENEROUS_S))
-        os.killpg(jobs[1].pid, signal.SIGKILL)
+        os.killpg(jobs[1][0], signal.SIGKILL)
         world.refs.pop(C).close()
         world.meeting.member_dead("rollout-0", 1)
         assert (await call)["epoch"] == 1
@@ -453,12 +457,16 @@ async def test_two_torchruns_form_a_group_and_keep_their_own_worlds(world: World
         assert [answer["epoch"] for answer in await world.join(spec, *members)] == [2, 2, 2]
         assert await world.run(members, "broadcast", [[1.0], [2], [4]], 2) == [[4]] * 3
         await asyncio.gather(*(world.ask(member, "leave", GENEROUS_S) for member in members))
-        assert [await asyncio.to_thread(jobs[index].wait, GENEROUS_S) for index in (0, 2)] == [0, 0]
+        for index in (0, 2):
+            _, ended, done = jobs[index]
+            assert (await asyncio.to_thread(select.select, [ended], [], [], GENEROUS_S))[0] and done.exists()
     finally:
-        for job in jobs:
-            if job.poll() is None:
-                os.killpg(job.pid, signal.SIGKILL)
-            job.wait()
+        for pid, ended, _ in jobs:
+            if not select.select([ended], [], [], 0)[0]:
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.killpg(pid, signal.SIGKILL)
+                select.select([ended], [], [])
+            os.close(ended)
         for ref in world.refs.values():
             ref.close()
         world.refs.clear()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import functools
 import os
-import subprocess
-from collections.abc import Callable, Iterator
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,8 +24,11 @@ from rondo.comm.links.mirror import Mirror
 from rondo.comm.ring.ring import RingTail
 from rondo.comm.ring.words import new_doorbell
 from rondo.runtime.errors import ConfigError, GroupBroken, Refused
+from rondo.runtime.processes import process
+from rondo.runtime.supervision.launcher import Job
+from rondo.runtime.supervision.nursery import Forked, Nursery
 from tests.comm.links.ends import PATIENCE_S, QUICK, RING, TOKEN, Ends, Reader, column, rung
-from tests.comm.memory import MemorySegment, start_child
+from tests.comm.memory import ROOT, MemorySegment
 
 SPEC = GroupSpec("mirror", ("rollout-0/0", "actor-0/0"), timeout_s=PATIENCE_S)
 HERE = "tests.comm.links.test_collective"
@@ -45,6 +51,31 @@ def send(origin_fd: int, address: str, number: int, port: int) -> None:
             os._exit(0)
 
     asyncio.run(main())
+
+
+def sent() -> None:
+    """`send`, with its arguments as a job has them."""
+    address, number, port, origin_fd = sys.argv[1:]
+    send(int(origin_fd), address, int(number), int(port))
+
+
+Senders = Callable[[Ends, str, int, int], Awaitable[Forked]]
+
+
+@pytest.fixture(scope="module")
+def sender(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Senders]:
+    """Starts `send` in a process of its own, forked off one that has loaded torch."""
+    log, environment = tmp_path_factory.mktemp("senders") / "log", {**os.environ, "PYTHONPATH": str(ROOT)}
+
+    def start(ends: Ends, address: str, number: int, port: int) -> Awaitable[Forked]:
+        fds = (ends.origin.fd,)
+        return nursery.start(Job(f"{HERE}:sent", (address, str(number), str(port)), environment, log, fds))
+
+    process.set_child_subreaper()
+    with Nursery() as nursery:
+        nursery.belong(lambda _: (log, environment), [HERE])
+        yield start
+    ctypes.CDLL(None).prctl(process._PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)  # orphans of other tests are not ours
 
 
 @pytest.fixture
@@ -110,12 +141,14 @@ def reader_of(ends: Ends, mirror: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
-async def test_records_cross_between_processes_over_many_laps(kind: str, store: TCPStore, doorbell: int) -> None:
+async def test_records_cross_between_processes_over_many_laps(
+    kind: str, store: TCPStore, doorbell: int, sender: Senders
+) -> None:
     ends = Ends()
     mirror = mirror_of(ends, kind, doorbell)
     receiver = CollectiveReceiver(mirror, TOKEN, QUICK)
     await receiver.start()
-    child = start_child(f"{HERE}:send", ends.origin.fd, receiver.address, 1, store.port, fds=[ends.origin.fd])
+    child = await sender(ends, receiver.address, 1, store.port)
     try:
         async with asyncio.timeout(PATIENCE_S):
             communicator = await asyncio.to_thread(member, 1, 1, store.port)
@@ -142,7 +175,7 @@ async def test_records_cross_between_processes_over_many_laps(kind: str, store: 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
 async def test_a_sender_killed_in_mid_record_is_followed_in_the_next_epoch_by_one_that_goes_on_there(
-    kind: str, store: TCPStore, doorbell: int
+    kind: str, store: TCPStore, doorbell: int, sender: Senders
 ) -> None:
     ends = Ends(1 << 22, sizes=lambda group: 300_000)
     ends.put(6)
@@ -153,12 +186,10 @@ async def test_a_sender_killed_in_mid_record_is_followed_in_the_next_epoch_by_on
     try:
         async with asyncio.timeout(PATIENCE_S):
             for number in (1, 2):
-                child = start_child(
-                    f"{HERE}:send", ends.origin.fd, receiver.address, number, store.port, fds=[ends.origin.fd]
-                )
+                child = await sender(ends, receiver.address, number, store.port)
                 communicator = await asyncio.to_thread(member, 1, number, store.port)
                 if number == 1:
-                    mirror.at[50] = child.kill
+                    mirror.at[50] = functools.partial(child.send_signal, signal.SIGKILL)
                 run = asyncio.create_task(receiver.run(communicator, 0))
                 if number == 2:
                     await rung(doorbell, lambda: mirror.head == ends.end)
@@ -179,12 +210,10 @@ async def test_a_sender_killed_in_mid_record_is_followed_in_the_next_epoch_by_on
         await receiver.close()
 
 
-def end(child: subprocess.Popen[bytes]) -> None:
+def end(child: Forked) -> None:
     """Kill and reap; safe to call twice."""
-    child.kill()
+    child.send_signal(signal.SIGKILL)
     child.wait()
-    if child.stdout is not None:
-        child.stdout.close()
 
 
 def pair(store: TCPStore, number: int = 1) -> list[Communicator]:
