@@ -1,5 +1,6 @@
 """A whole run under a nemesis that kills any of its processes at any moment: torchruns, workers, coordinator, store, janitor,
-nursery and reward workers, while they load, warm up, step, publish and save. The run ends as if nothing had happened.
+nursery and reward workers, while they load, warm up, step, publish and save. The run goes on until all were, makes so many steps
+more as if nothing had happened, and is stopped.
 
 RONDO_CHAOS_KILLS: how many (3; 20 in `make test-long`). RONDO_CHAOS_SEED chooses victims and moments.
 """
@@ -22,7 +23,7 @@ from tests.strength import strength
 
 KILLS = int(os.environ.get("RONDO_CHAOS_KILLS", strength(quick=3, full=20)))
 SEED = int(os.environ.get("RONDO_CHAOS_SEED", "1"))
-NUM_STEPS = strength(quick=30, full=1500)
+STEPS_AFTER = strength(quick=8, full=100)
 APART_S = strength(quick=4, full=15)
 """The longest from one kill to the next; the shortest is none."""
 
@@ -43,14 +44,14 @@ def living(run: Running, run_dir: Path) -> dict[str, list[psutil.Process]]:
 
 
 def kill_at_random(run: Running, run_dir: Path, chance: random.Random) -> list[str]:
-    """SIGKILLs processes until there were enough, or the run is over; what they were, in order. Of the kinds that live, one that
-    was killed least comes next."""
+    """SIGKILLs processes until there were enough; what they were, in order. Of the kinds that live, one that was killed least
+    comes next."""
     killed: list[str] = []
     times: Counter[str] = Counter()
     while len(killed) < KILLS:
         with contextlib.suppress(subprocess.TimeoutExpired):
             run.wait(chance.uniform(0.0, APART_S))
-            break
+            break  # it has failed
         with contextlib.suppress(psutil.NoSuchProcess):
             processes = living(run, run_dir)
             kind = min(sorted(processes), key=lambda name: (times[name], chance.random()))
@@ -62,14 +63,19 @@ def kill_at_random(run: Running, run_dir: Path, chance: random.Random) -> list[s
 
 def test_any_process_may_be_killed_at_any_moment(tmp_path: Path) -> None:
     limits = ("supervision.max_restarts=100", "supervision.max_global_restarts=0")
-    run = start(command(tmp_path, sets=(*TINY, f"num_steps={NUM_STEPS}", "train.save_every=20", *limits)), tmp_path)
+    run = start(command(tmp_path, sets=(*TINY, "num_steps=1000000", "train.save_every=20", *limits)), tmp_path)
     run_dir = tmp_path / "quickstart"
     read_until(run, "run directory:")
     killed = kill_at_random(run, run_dir, random.Random(SEED))
+    told = []
+    while not run.lines.empty():  # of before
+        told.append(run.lines.get())
+    for _ in range(STEPS_AFTER if told[-1:] != [None] else 0):
+        told.append(read_until(run, " step="))
+    run.send_signal(signal.SIGTERM)
     ended = finish(run, run_dir)
-    assert ended.code == 0, f"killed {killed}\n{ended.output}"
+    assert ended.code == 75 and len(killed) == KILLS, f"killed {killed}\n{told}\n{ended.output}"
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
-    assert summary["steps"] == NUM_STEPS and summary["attempt"] == 0
-    assert len(killed) == KILLS, killed
+    assert summary["steps"] >= STEPS_AFTER and summary["attempt"] == 0
     assert left_behind(tmp_path) == []
