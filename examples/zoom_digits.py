@@ -43,6 +43,8 @@ NUM_DIGITS = 4  # 0 to 3: tiny models learn to see these in few steps
 SIDE, CELL = 3, 96  # cells of a canvas, in each direction, and their pixels; the digit has 28
 SECONDS, RATE = 6, 8000
 FRAMES = 12  # two a second, each with a digit; the question is about one of them
+TIMES = [word for at in range(FRAMES) for word in (f"{at / 2}", f'"at_s": {at / 2}')] + ["<2.8 seconds>"]
+"""Words of a question and a call, and what the processor writes of the two frames that are shown of a video."""
 Question = tuple[list[dict[str, Any]], str, Any]
 """Parts of the message, the digit, and its place."""
 
@@ -159,7 +161,8 @@ config = RunConfig(
                 "system\n",
             ]
             + ["assistant\n", "tool\n", f"{TOOL} <tool_call>"]
-            + [f'"bbox_2d": {box((x, y))["bbox_2d"]}' for x in range(SIDE) for y in range(SIDE)],
+            + [f'"bbox_2d": {box((x, y))["bbox_2d"]}' for x in range(SIDE) for y in range(SIDE)]
+            + (TIMES if TOOL == "seek" else []),
         }
         | ({"mel_bins": 64} if TOOL == "listen" else {}),
     ),
@@ -188,5 +191,12 @@ config = RunConfig(
         num_slots=128,
     ),
     train=TrainConfig(lr=5e-4, warmup_steps=5, micro_batch_tokens=8192),
-    sft=SftConfig(rows=demonstrations, steps=450, batch_size=16, lr=3e-3, warmup_steps=20, micro_batch_tokens=16384),
+    sft=SftConfig(
+        rows=demonstrations,
+        steps=600 if TOOL == "seek" else 450,  # a frame is no part of what was seen before, so looks alone show digits
+        batch_size=16,
+        lr=3e-3,
+        warmup_steps=20,
+        micro_batch_tokens=16384,
+    ),
 )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ast
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
@@ -84,8 +85,8 @@ def shown(name: str, options: Sequence[str], label: str) -> str:
     """The command without folders of this machine: an interpreter of peers is `PEERS_VENV/bin/python` everywhere."""
     peers = [f"PEERS_VENV/bin/{Path(word).name}" if "/bin/" in word else word for word in options]
     kept_as = ("--as", label) if label != name else ()
-    return " ".join(
-        ("rondo bench", name, *kept_as, *(Path(word).name if word.startswith("/") else word for word in peers))
+    return shlex.join(
+        ("rondo", "bench", name, *kept_as, *(Path(word).name if word.startswith("/") else word for word in peers))
     )
 
 

@@ -44,11 +44,13 @@ def test_the_figures_of_a_benchmark_are_kept_with_its_command_and_machine(tmp_pa
 
 
 def test_figures_of_other_options_are_kept_under_a_name_of_their_own(tmp_path: Path) -> None:
-    assert run("count", ["--as", "count_long", "--rounds", "9"], checkout(tmp_path)) == 0
+    assert run("count", ["--as", "count_long", "--rounds", "9 of 9"], checkout(tmp_path)) == 0
     results = tmp_path / "benchmarks" / "results"
     assert [path.name for path in results.iterdir()] == ["count_long.json"]
     kept = orjson.loads((results / "count_long.json").read_bytes())
-    assert kept["command"] == "rondo bench count --as count_long --rounds 9" and kept["figures"] == {"counted": 3}
+    assert kept["command"] == "rondo bench count --as count_long --rounds '9 of 9'" and kept["figures"] == {
+        "counted": 3
+    }
     with pytest.raises(ConfigError, match=r"--as must be a name of letters, digits and _, got '../x'"):
         run("count", ["--as", "../x"], tmp_path)
 
