@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from rondo.launch.report.records import step_records
+from rondo.launch.report.records import read_records, step_records
 from rondo.launch.report.status import ask
 from rondo.launch.rundir import supervisor_record
 from tests.e2e.runs import ROOT, command, finish, left_behind, read_until, start
@@ -38,15 +39,20 @@ def test_a_policy_learns_from_what_a_judge_at_a_url_says(tmp_path: Path) -> None
 
 def test_a_judge_that_is_killed_and_one_that_is_restarted_beside_a_scorer_cost_no_sample(tmp_path: Path) -> None:
     module = str(ROOT / "tests" / "e2e" / "judged.py")
-    line = [*command(tmp_path)[:4], module, "--set", f"run_dir={tmp_path}", "--kill", "genrm@3"]
+    endless = ("--set", f"run_dir={tmp_path}", "--set", "num_steps=100000")
+    line = [*command(tmp_path)[:4], module, *endless, "--kill", "genrm@3"]
     run, run_dir = start(line, tmp_path), tmp_path / "judged"
     read_until(run, "step=6/")
     record = supervisor_record(run_dir)
     assert record is not None
+    num_ready = len(told_of(run_dir, "ready"))
     ask(record, "/genrm/restart", {})
     ask(record, "/scorer/restart", {})
+    while not {"genrm-0", "scorer-0"} <= {event["group"] for event in told_of(run_dir, "ready")[num_ready:]}:
+        read_until(run, "step=")  # a judge that is not there holds the next ones up
+    run.send_signal(signal.SIGTERM)
     ended = finish(run, run_dir)
-    assert ended.code == 0, ended.output
+    assert ended.code == 75, ended.output
     summary = ended.summary
     assert (summary["samples_lost"], summary["samples_trained_twice"]) == (0, 0)
     assert summary["samples_trained"] == summary["steps"] * 4 * 4
@@ -55,3 +61,7 @@ def test_a_judge_that_is_killed_and_one_that_is_restarted_beside_a_scorer_cost_n
         judged = [each[name] for each in told if name in each][-1]
         assert judged["no_verdict"] == 0 and judged["verdicts"] >= summary["samples_trained"]
     assert left_behind(tmp_path) == []
+
+
+def told_of(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [record for record in read_records(run_dir / "events.jsonl") if record["kind"] == kind]

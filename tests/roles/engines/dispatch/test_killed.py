@@ -15,6 +15,7 @@ import pytest
 from rondo.roles.engines.dispatch import Dispatcher, DispatchLimits, NoEngine
 from rondo.roles.engines.engine import Completion, Request
 from rondo.roles.engines.faults import RequestFailed
+from rondo.runtime.errors import PeerGone
 from tests.roles.engines.dispatch.engines import QUICK, ThinEngine, asked, check
 from tests.roles.engines.dispatch.stub import STEP_S, Nursery, Stub, record_of, stubs
 
@@ -193,7 +194,7 @@ async def test_what_a_server_sampled_that_was_restarted_unseen_is_thrown_away(nu
 
 
 async def test_every_server_killed_at_once_loses_nothing(nursery: Nursery, tmp_path: Path) -> None:
-    async with world(nursery, tmp_path, "a", "b") as (found, dispatcher):
+    async with world(nursery, tmp_path, "a", "b", step_s=0) as (found, dispatcher):
         requests = [asked(f"r{i}", 100, group=i) for i in range(8)]
         tasks = [asyncio.create_task(dispatcher.generate(request)) for request in requests]
         await running(dispatcher, "a", "b", count=4)
@@ -201,6 +202,11 @@ async def test_every_server_killed_at_once_loses_nothing(nursery: Nursery, tmp_p
             stub.kill()
         for stub in found.values():
             stub.start()
+        for name in ("a", "b"):
+            told = None
+            while told is None:
+                with contextlib.suppress(PeerGone):  # by a connection of its life before
+                    told = await order(dispatcher, name, release=True)
         for request, completion in zip(requests, await asyncio.gather(*tasks), strict=True):
             check(request, completion)
             assert set(completion.policy_versions.tolist()) == {1}
@@ -224,7 +230,8 @@ async def test_a_request_that_kills_two_servers_kills_no_third_and_those_beside_
     async with world(nursery, tmp_path, *names, limits=replace(QUICK, most_kills=2)) as (_, dispatcher):
         requests = [asked(f"r{i}", 40, group=i) for i in range(32)]
         tasks = [asyncio.create_task(dispatcher.generate(request)) for request in requests]
-        await running(dispatcher, *names, count=8)
+        while dispatcher.dispatch_stats().num_in_flight < 32:  # noqa: ASYNC110 - a count
+            await asyncio.sleep(0)
         for name in names:
             await order(dispatcher, name, faults={"dies_of": "poison"})
         with pytest.raises(RequestFailed, match=r"'poison' must leave its engines alive, got .*PeerGone|the SGLang"):
