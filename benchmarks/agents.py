@@ -8,8 +8,9 @@ with a replica and a process of its pools, of tools or of rewards, killed by SIG
 
 - slots used: of all slot seconds from the moment at which all slots were taken, to the last lease that was given: while work
   waits.
-- a turn's overhead: processor time of the rollout process a turn, all of it, with the timers of the waiting engine and of the
-  tools, between the same moments; and what of that the waiting engine takes to draw and make its answers (`engine_cpu_us`).
+- a turn's overhead: processor time of the rollout process a turn, all of it, between the same moments; and what the waiting
+  engine and the waiting tool take of that (`engine_cpu_us`): drawing and making answers, timers, slots. This is measured first,
+  with as many episodes that do nothing but ask both, in a process without a rollout.
 - memory an episode: what the process takes more at its most than before its first one, over the episodes that it had open then.
 - lost and twice: from the journal, at the end of the run.
 
@@ -19,12 +20,16 @@ The last line is JSON.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import statistics
 import tempfile
 from pathlib import Path
 from typing import Any
 
+from uvloop import new_event_loop
+
+from benchmarks.agents_run import alone
 from benchmarks.chaos_run import ChaosRun
 
 CONFIG = Path(__file__).with_name("agents_run.py")
@@ -54,7 +59,6 @@ def figures_of(lines: list[dict[str, Any]]) -> dict[str, float] | None:
         "seconds": end["at"] - begin["at"],
         "slots": (end["slot_s"] - begin["slot_s"]) / (end["at"] - begin["at"]) / begin["num_slots"],
         "turn_cpu_us": (end["cpu_s"] - begin["cpu_s"]) / turns * 1e6,
-        "engine_cpu_us": (end["engine_cpu_s"] - begin["engine_cpu_s"]) / turns * 1e6,
         "turns": turns,
         "tool_s": (end["tool_s"] - begin["tool_s"]) / turns,
         "open": most["open"],
@@ -96,6 +100,11 @@ def main() -> None:
     parser.add_argument("--slots", type=int, default=256, help="of each of the two replicas")
     parser.add_argument("--undisturbed", action="store_true", help="without the run with kills")
     options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="rondo-bench-") as folder,
+        asyncio.Runner(loop_factory=new_event_loop) as runner,
+    ):
+        engine_cpu_us = runner.run(alone(Path(folder), options.slots, 4 * options.slots, 10.0))
     calm = played(options, kills=False)
     lives = list(calm["lives"].values())
     found: dict[str, Any] = {
@@ -104,7 +113,7 @@ def main() -> None:
         "tool_s_per_turn": round(statistics.mean(life["tool_s"] for life in lives), 3),
         "turns": sum(life["turns"] for life in lives),
         "turn_cpu_us": round(statistics.mean(life["turn_cpu_us"] for life in lives), 1),
-        "engine_cpu_us": round(statistics.mean(life["engine_cpu_us"] for life in lives), 1),
+        "engine_cpu_us": round(engine_cpu_us, 1),
         "episode_kb": round(statistics.mean(life["episode_kb"] for life in lives), 1),
         "episodes": calm["samples_trained"],
         "lost": calm["samples_lost"],

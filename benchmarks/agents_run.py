@@ -9,6 +9,7 @@ and its length alone. Twice a second each replica appends what it counts to `age
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -17,7 +18,8 @@ from collections import deque
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import psutil
@@ -27,7 +29,7 @@ from rondo.launch.modes import fully_async
 from rondo.models.config import ModelConfig
 from rondo.models.tiny.tokenizer import END_OF_TURN, build_tokenizer
 from rondo.roles.config import DataConfig, DebugConfig, EnvironmentConfig, RolloutConfig, SamplesConfig
-from rondo.roles.engines.engine import Completion, EngineStats, Request
+from rondo.roles.engines.engine import Completion, EngineStats, Request, SamplingParams
 from rondo.roles.engines.replica import Replica
 from rondo.roles.rollout import RolloutRole
 from rondo.runtime.worker.context import WorkerContext
@@ -112,7 +114,7 @@ class WaitingEngine:
 
     def __init__(self, ctx: WorkerContext, num_slots: int) -> None:
         tokenizer = build_tokenizer()
-        self._said = {
+        self.said = {
             name: np.array(tokenizer(text + END_OF_TURN)["input_ids"], np.int32) for name, text in TURNS.items()
         }
         self._num_slots, self._version, self._running = num_slots, -1, 0
@@ -120,7 +122,6 @@ class WaitingEngine:
         self._ids = set[str]()
         self._turns = self._cancelled = self._tokens = 0
         self._slot_s, self._since = 0.0, time.monotonic()
-        self._cpu_s = 0.0
         self._told = asyncio.create_task(self._tell(ctx.run_dir / f"agents.{ctx.group}.{ctx.incarnation}.jsonl"))
 
     @property
@@ -128,10 +129,8 @@ class WaitingEngine:
         return self._version
 
     async def generate(self, request: Request) -> Completion:
-        began = time.thread_time()
         draw = random.Random(f"{request.seed}.{len(request.sequence)}")
         what = draw.choices(list(TURNS), [1 - ADDS - ENDS, ADDS, ENDS])[0]
-        self._cpu_s += time.thread_time() - began
         self._ids.add(request.id)
         try:
             if self._running >= self._num_slots:
@@ -151,9 +150,8 @@ class WaitingEngine:
                 self._free()
         finally:
             self._ids.discard(request.id)
-        began = time.thread_time()
         self._turns += 1
-        tokens = self._said[what]
+        tokens = self.said[what]
         done = Completion(
             request.id, tokens, np.full(len(tokens), -1.0, np.float32), np.full(len(tokens), self._version, np.int32), "stop"
         )  # fmt: skip
@@ -166,7 +164,6 @@ class WaitingEngine:
                 np.concatenate((before.policy_versions, done.policy_versions)),
                 "stop",
             )
-        self._cpu_s += time.thread_time() - began
         return done
 
     def _took(self, more: int) -> None:
@@ -208,13 +205,38 @@ class WaitingEngine:
                 stats, times = self.stats(), time.process_time()
                 line = {
                     "at": time.monotonic(), "slot_s": self._slot_s, "num_slots": self._num_slots, "running": stats.num_running,
-                    "waiting": stats.num_waiting, "turns": self._turns, "cpu_s": times, "engine_cpu_s": self._cpu_s,
+                    "waiting": stats.num_waiting, "turns": self._turns, "cpu_s": times,
                     "rss": process.memory_info().rss,
                     "open": Episode.open, "most": Episode.most, "tool_s": Episode.tool_s, "leases": AgentsRollout.leases,
                 }  # fmt: skip
                 file.write(json.dumps(line) + "\n")
                 file.flush()
                 await asyncio.sleep(SAYS_S)
+
+
+async def alone(folder: Path, num_slots: int, num_episodes: int, seconds: float) -> float:
+    """Microseconds of processor time a turn of this engine and `search`, for so many episodes in a process of nothing else."""
+    engine = WaitingEngine(cast(Any, SimpleNamespace(run_dir=folder, group="alone", incarnation=0)), num_slots)
+    prompt, params = np.zeros(200, np.int32), SamplingParams(max_new_tokens=3072)
+    requests = [Request(str(seed), prompt, params, seed) for seed in range(8 * num_episodes)]
+
+    async def play(number: int) -> None:
+        environment = Episode()
+        await environment.reset()
+        for request in itertools.cycle(requests[number::num_episodes]):
+            done = await engine.generate(request)
+            if np.array_equal(done.tokens, engine.said["search"]):
+                await environment.search("what is near")
+
+    playing = [asyncio.create_task(play(number)) for number in range(num_episodes)]
+    await asyncio.sleep(2 * TURN_S[1])
+    turns, cpu_s = engine.stats().num_completed, time.process_time()
+    await asyncio.sleep(seconds)
+    turns, cpu_s = engine.stats().num_completed - turns, time.process_time() - cpu_s
+    for each in playing:
+        each.cancel()
+    await engine.close()
+    return cpu_s / turns * 1e6
 
 
 class AgentsReplica(Replica):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import re
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -57,6 +57,14 @@ def encoded(tokenizer: Any, text: str) -> np.ndarray:
     return np.array(tokens, np.int32)
 
 
+def decoded(tokenizer: Any, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+    """The text of some tokens, as the tokenizer decodes them."""
+    cleans = getattr(tokenizer, "clean_up_tokenization_spaces", True)
+    backend = None if cleans else backend_of(tokenizer)  # the same, in half the time
+    decode = tokenizer.decode if backend is None else backend.decode
+    return str(decode(tokens, skip_special_tokens=skip_special_tokens))
+
+
 def unmarked(text: str) -> str:
     """Without what the marks are around."""
     return _MARKED.sub("", text)
@@ -69,10 +77,10 @@ def without_marks(text: str) -> str:
 
 @functools.lru_cache(16)
 def backend_of(tokenizer: Any) -> Any:
-    """What makes the tokens of one that is transformers' own in texts and chat templates; None of others."""
+    """What makes tokens of texts, and texts of tokens, where all of it and chat templates are transformers' own; else None."""
     from transformers import TokenizersBackend as Usual
 
-    names, kind = ("__call__", "apply_chat_template", "_encode_plus"), type(tokenizer)
+    names, kind = ("__call__", "apply_chat_template", "_encode_plus", "decode", "_decode"), type(tokenizer)
     usual = isinstance(tokenizer, Usual) and all(getattr(kind, name) is getattr(Usual, name) for name in names)
     return tokenizer.backend_tokenizer if usual and not tokenizer.split_special_tokens else None
 

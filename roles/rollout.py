@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import asdict
@@ -60,6 +61,8 @@ from rondo.runtime.waits import totals, until
 from rondo.runtime.worker.context import WorkerContext
 
 _ENGINES_S = 2.0
+_YOUNG = 10_000
+"""Objects between two looks for garbage: what an episode holds lives for longer, and to walk it over and over takes its time."""
 _FILTER_S = 120.0
 """For rows that are looked at together: a second's, and the one that was begun."""
 
@@ -164,6 +167,7 @@ class RolloutRole:
                     await pools.enter_async_context(agents.serving(ctx, replica.engine, tokenizer, stops))
                 ctx.offer(EngineCalls(replica))
                 ctx.offer(Predictor(self._evaluator, replica.engine))
+                gc.set_threshold(_YOUNG, *gc.get_threshold()[1:])
                 await ctx.ready()
                 async with asyncio.TaskGroup() as tasks:
                     others = (self._renew(), self._report(), self._tell_of_engines(), replica.waking())

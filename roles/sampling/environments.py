@@ -106,7 +106,7 @@ class Environments:
         self._name = (settings.factory or "").rpartition(":")[2]
         self._threads = asyncio.Semaphore(settings.max_threads)
         self._began = dict[object, float]()  # when each thread that has a place did
-        self._stats = dict[str, EnvironmentStats]()
+        self._stats = dict[str, list[Any]]()  # by name, in the order of `EnvironmentStats`
 
     def workflow(self, tokenizer: Any) -> Workflow:
         """These, as the workflow of a policy with this tokenizer. ConfigError for a chat template that cannot show the tools."""
@@ -136,7 +136,7 @@ class Environments:
     def stats(self) -> dict[str, EnvironmentStats]:
         """By the name of the class, function or MCP server that is asked."""
         restarts = {name: EnvironmentStats(restarts=number) for name, number in self._servers.restarts().items()}
-        return restarts | self._stats
+        return restarts | {name: EnvironmentStats(*each) for name, each in self._stats.items()}
 
     async def __call__(self, row: Row, client: Client, context: Context) -> None:
         """Makes the samples of a row, each with an environment of its own."""
@@ -154,7 +154,13 @@ class Environments:
                 turn = await episode.generate()
                 if turn.finish_reason != "stop":
                     break
-                said, reward, over = await past.answer(functools.partial(self._answer, environment, context, turn))
+                calls = (
+                    tools.calls_of(turn.text, context.tokenizer.chat_template, self._schemas) if self._schemas else []
+                )
+                if calls == [] and getattr(environment, "step", None) is None:
+                    break  # nobody is asked
+                asked = functools.partial(self._answer, environment, context, turn, calls)
+                said, reward, over = await past.answer(asked)
                 if reward is not None:
                     episode.reward(reward)
                     told = True
@@ -177,15 +183,14 @@ class Environments:
                 before, last = episode.messages, {"role": "user", "content": ""}
             await episode.new_context([*before, {**last, "content": last["content"] + said}])
 
-    async def _answer(self, environment: Any, context: Context, turn: Turn) -> _Answered:
+    async def _answer(self, environment: Any, context: Context, turn: Turn, calls: list[Call] | None) -> _Answered:
         """To a turn. What tools answer is a message each."""
-        calls = tools.calls_of(turn.text, context.tokenizer.chat_template, self._schemas) if self._schemas else []
         if calls is None:
             answers = [("", Answer("Error: the call could not be read. Write it as shown", failed=True))]
         elif calls:
             answers = [(call.name, await self._tool(environment, context, call)) for call in calls]
-        elif (step := getattr(environment, "step", None)) is not None:
-            found = await self._call(context, self._name, step, turn.text)
+        else:
+            found = await self._call(context, self._name, environment.step, turn.text)
             found = Step(over=True) if found is None else found if isinstance(found, Step) else Step(found)
             say = found.say if isinstance(found.say, str | None) else await asyncio.to_thread(tools.parts_of, found.say)
             if say is None and found.say is not None:
@@ -195,8 +200,6 @@ class Environments:
                 )
             worth = None if found.reward is None else _number(found.reward)
             return [] if say is None else [{"role": "user", "content": say}], worth, found.over
-        else:
-            return [], None, True
         return [{"role": "tool", "name": name, "content": each.content} for name, each in answers], None, False
 
     async def _say(self, context: Context, episode: Episode, said: list[dict[str, Any]]) -> None:
@@ -348,10 +351,9 @@ class Environments:
         return copy.deepcopy({name: value for name, value in named.items() if every or name in taken})
 
     def _count(self, name: str, seconds: float = 0.0, *, steps: int = 1, errors: int = 0, timeouts: int = 0) -> None:
-        had = self._stats.get(name, EnvironmentStats())
-        self._stats[name] = EnvironmentStats(
-            had.steps + steps, had.seconds + seconds, had.errors + errors, had.timeouts + timeouts
-        )
+        had = self._stats.setdefault(name, [0, 0.0, 0, 0])
+        for at, more in enumerate((steps, seconds, errors, timeouts)):
+            had[at] += more
 
 
 class _Past:

@@ -35,7 +35,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rondo.comm.bus.group import NO_VERSION
-from rondo.models.control_tokens import encoded
+from rondo.models.control_tokens import decoded, encoded
 from rondo.models.media.errors import MediaError
 from rondo.models.media.inputs import MediaInputs, with_turns
 from rondo.models.media.refs import MediaRef
@@ -266,7 +266,7 @@ class Episode:
             self._ended = done.finish_reason
         tokens = done.tokens[begin:]
         closed = done.finish_reason == "stop" and len(tokens) and int(tokens[-1]) in row.request.params.stop_token_ids
-        written = _written(shared.tokenizer, tokens[:-1] if closed else tokens)
+        written = _Written(shared.tokenizer, tokens[:-1] if closed else tokens)
         row.reply.append(written)
         return Turn(tokens, done.finish_reason, written)
 
@@ -482,11 +482,22 @@ def _answered(row: _Row) -> tuple[tuple[int, MediaInputs], ...]:
     return tuple((at, media) for at, media in row.shown if at + media.positions.shape[1] <= end)
 
 
-def _written(tokenizer: Any, tokens: np.ndarray) -> Callable[..., str]:
+class _Written:
     """What says these tokens as text, or with `skip_special_tokens` without special ones; decoded once, when it is asked."""
-    said = tokens.tolist()
-    texts = functools.cache(lambda skips: str(tokenizer.decode(said, skip_special_tokens=skips)))
-    return lambda skip_special_tokens=False: texts(skip_special_tokens and not _specials(tokenizer).isdisjoint(said))
+
+    __slots__ = ("_texts", "_tokenizer", "_tokens")
+
+    def __init__(self, tokenizer: Any, tokens: np.ndarray) -> None:
+        self._tokenizer, self._tokens = tokenizer, tokens.copy()  # not the row's, which would stay for each turn
+        self._texts = dict[bool, str]()
+
+    def __call__(self, skip_special_tokens: bool = False) -> str:
+        if (found := self._texts.get(skip_special_tokens)) is None:
+            said = self._tokens.tolist()
+            skips = skip_special_tokens and not _specials(self._tokenizer).isdisjoint(said)
+            found = decoded(self._tokenizer, said, skip_special_tokens=skips)
+            self._texts |= {skips: found, skip_special_tokens: found}
+        return found
 
 
 @functools.lru_cache(16)

@@ -41,6 +41,8 @@ class Progress:
         self._preparing: dict[Key, None] = {}
         self._generating: dict[str, Key] = {}
         self._elsewhere, self._made = Counter[Key](), Counter[Key]()
+        self.num_away = 0
+        """Samples of the held groups that need nothing of the engine, for now or any more."""
         self._scoring: dict[Key, float] = {}
         self._requests: Mapping[str, int] = {}
         self._scored: Hashable = None
@@ -57,12 +59,13 @@ class Progress:
     def made(self, key: Key, num_samples: int) -> None:
         """So many more samples of the group are whole."""
         self._made[key] += num_samples
+        self.num_away += num_samples
         self._left()
 
     def end(self, key: Key) -> None:
         self._held.discard(key)
         self._moved.discard(key)
-        del self._made[key]
+        self.num_away -= self._made.pop(key, 0)
         self._left()
 
     @contextmanager
@@ -91,17 +94,14 @@ class Progress:
     def elsewhere(self, key: Key) -> Iterator[None]:
         """A sample of the group waits beside the engine while the body runs, for what has deadlines of its own."""
         self._elsewhere[key] += 1
+        self.num_away += 1
         self._left()
         try:
             yield
             self._moved.add(key)
         finally:
             self._elsewhere[key] -= 1
-
-    @property
-    def num_away(self) -> int:
-        """Samples of the held groups that need nothing of the engine, for now or any more."""
-        return self._elsewhere.total() + self._made.total()
+            self.num_away -= 1
 
     def since_last(self, requests: Mapping[str, int], scored: Any) -> list[Key]:
         """The groups that have come further since the last call. requests: as `Engine.progress` tells them; scored: counters of
