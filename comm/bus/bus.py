@@ -148,7 +148,7 @@ class _Held(dict[str, Mapping[int, np.ndarray] | Sequence[np.ndarray]]):
         start = part * self.num_samples + first
         return [Row(self, number) for number in range(start, start + count)]
 
-    def packed(self, column: str, num_rows: int) -> tuple[np.ndarray, Sequence[int]] | None:
+    def packed(self, column: str, num_rows: int) -> tuple[np.ndarray, np.ndarray] | None:
         """The column of all rows as it lies in the only record that has it; None where there are several, or others in it."""
         found = [extent for extent in self._extents if column in extent[0]]
         if len(found) != 1 or found[0][3] != num_rows:
@@ -192,7 +192,7 @@ class Rows(Sequence[Row]):
             self._rows = [row for group, *span in self._spans for row in self._held[group].rows(*span)]
         return self._rows
 
-    def packed(self, column: str) -> tuple[np.ndarray, Sequence[int]]:
+    def packed(self, column: str) -> tuple[np.ndarray, np.ndarray]:
         """A column of all rows end to end in their order, flattened, and how many elements each has: a view where they lie so in
         one record, else a copy."""
         if len(self._held) == len(self._spans) == 1:
@@ -201,7 +201,7 @@ class Rows(Sequence[Row]):
             if found is not None:
                 return found
         arrays = [row.array(column) for row in self]
-        return np.concatenate(arrays, axis=None), [array.size for array in arrays]
+        return np.concatenate(arrays, axis=None), np.array([array.size for array in arrays])
 
 
 @dataclass(slots=True)

@@ -74,12 +74,13 @@ class Group:
     @property
     def known_samples(self) -> int:
         """The set of samples that were put, each with all of its parts."""
-        return self.known & samples(0, self.num_samples)
+        return self.known & (1 << self.num_samples) - 1
 
     @property
     def whole(self) -> bool:
         """Whether every sample was put."""
-        return self.known_samples == samples(0, self.num_samples)
+        every = (1 << self.num_samples) - 1
+        return self.known & every == every
 
     @property
     def branched(self) -> bool:

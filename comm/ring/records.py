@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate, chain, pairwise
 from math import isfinite, nan, prod
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
@@ -153,7 +153,8 @@ class Descriptor(NamedTuple):
         if which is None:
             shapes = self.shapes[make.lengths[:i].count(None)]
             return ColumnLayout(name, make.dtypes[i], self.offsets[i], None, shapes)
-        at, n, kind = self.numbers, self.num_rows, cast(Any, make.kinds[which])
+        at, n = self.numbers, self.num_rows
+        kind: Any = make.kinds[which]
         lengths = memoryview(self.raw)[at + n * make.starts[which] : at + n * make.starts[which + 1]].cast(kind)
         return ColumnLayout(name, make.dtypes[i], self.offsets[i], lengths)
 

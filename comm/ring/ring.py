@@ -266,11 +266,12 @@ class Record:
             arrays = self._rows_of[name] = column_arrays(self._payload, self._layout(name))
         return arrays
 
-    def packed(self, name: str) -> tuple[np.ndarray, Sequence[int]]:
+    def packed(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """The column `name`, all rows end to end, and how many elements each has; of rows with one dimension, or flattened."""
         layout = self._layout(name)
-        lengths, dtype = layout.sizes(), STORAGE[layout.dtype]
-        return self._payload[layout.offset : layout.offset + sum(lengths) * dtype.itemsize].view(dtype), lengths
+        lengths, dtype = np.asarray(layout.sizes()), STORAGE[layout.dtype]
+        end = layout.offset + int(lengths.sum()) * dtype.itemsize
+        return self._payload[layout.offset : end].view(dtype), lengths
 
     def column(self, name: str, row: int) -> np.ndarray:
         """Row `row` of column `name`, in its shape, with the numpy dtype `records.STORAGE[dtype]`."""
