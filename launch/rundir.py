@@ -89,8 +89,8 @@ class RunDir(Closing):
 
     @classmethod
     def create(
-        cls, parent: Path, name: str, resolved: dict[str, Any], code: Path | None = None, *, latest: bool = True,
-        around: Mapping[str, Any] | None = None,
+        cls, parent: Path, name: str, resolved: dict[str, Any], code: Path | None = None,
+        around: Mapping[str, Any] | None = None, *, latest: bool = True,
     ) -> RunDir:  # fmt: skip
         """Makes and claims a new run directory under `parent`, the `latest` there, and moves the folder of `code` into it.
         `around`: the `surroundings`, where they are known already. ConfigError when a run of that name is alive."""
@@ -113,6 +113,13 @@ class RunDir(Closing):
                 f"run_dir must be a folder to write to, got {error.filename or parent}: {error.strerror}. Choose another"
             ) from error
         return made
+
+    @staticmethod
+    def surroundings() -> dict[str, Any]:
+        """Of an environment, what takes a quarter of a second to find: git states, and all that is installed."""
+        told = [each.metadata for each in importlib.metadata.distributions()]
+        installed = {each["Name"]: each["Version"] for each in told}
+        return {"git": _git(), "rondo": _git(Path(__file__).parent), "installed": installed}
 
     def _fill(self, resolved: dict[str, Any], code: Path | None, around: Mapping[str, Any] | None) -> None:
         """The settings last: a directory without them is none yet."""
@@ -264,13 +271,6 @@ def write_json(path: Path, data: Any, mode: int = 0o644) -> None:
     write_whole(path, orjson.dumps(data, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n", mode)
 
 
-def surroundings() -> dict[str, Any]:
-    """Of an environment, what takes a quarter of a second to find: git states, and all that is installed."""
-    told = [each.metadata for each in importlib.metadata.distributions()]
-    installed = {each["Name"]: each["Version"] for each in told}
-    return {"git": _git(), "rondo": _git(Path(__file__).parent), "installed": installed}
-
-
 def environment(run: Path, around: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """What a reader of the run needs to know about where it ran: command, versions, machine, the `surroundings`, `around`;
     also the versions of what its code imports."""
@@ -286,7 +286,7 @@ def environment(run: Path, around: Mapping[str, Any] | None = None) -> dict[str,
         "platform": platform.platform(),
         "num_cores": len(os.sched_getaffinity(0)),
         "machine": machine(),
-        **(surroundings() if around is None else around),
+        **(RunDir.surroundings() if around is None else around),
         **imported(run, versions),
     }
 

@@ -52,16 +52,7 @@ from rondo.launch.report.plot import EXIT_UNDRAWN
 from rondo.launch.report.steps import Records
 from rondo.launch.report.summary import print_table, read, summarize, write
 from rondo.launch.report.view import open_view, say
-from rondo.launch.rundir import (
-    RunDir,
-    checkpoint_of,
-    existing_run,
-    newest_run,
-    owner,
-    read_json,
-    surroundings,
-    write_json,
-)
+from rondo.launch.rundir import RunDir, checkpoint_of, existing_run, newest_run, owner, read_json, write_json
 from rondo.launch.track.beside import Beside
 from rondo.models.config import ModelConfig
 from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
@@ -329,13 +320,13 @@ def prepared(
         with tempfile.TemporaryDirectory(prefix="rondo-model-") as folder, ThreadPoolExecutor(1) as beside:
             # Checked is what will run: the copy, from its first moment on.
             taken = take(config, options.config_path, Path(folder) / FOLDER)
-            around = beside.submit(surroundings)  # while other processes load and look
+            around = beside.submit(RunDir.surroundings)  # while other processes load and look
             facts = require(taken, Path(folder), nursery, say, role_modules(groups))
             admin = stack.enter_context(listen(config.admin))
             kept = resolve(as_kept(counted(taken, facts.num_rows), Path(folder)))
             code = Path(folder) / FOLDER
-            made = RunDir.create(config.run_dir, name, kept, code, latest=options.trains, around=around.result())
-            run = stack.enter_context(made)
+            told = around.result()
+            run = stack.enter_context(RunDir.create(config.run_dir, name, kept, code, told, latest=options.trains))
             _prepare(counted(config, facts.num_rows), run, facts, num_steps)
         yield run, admin
 

@@ -232,10 +232,8 @@ class Bus:
         # stream -> the rings that the rounds of its newest two answers view: those worked on, and those asked for ahead
         self._named: dict[str, deque[set[str]]] = {}
         self._num_answers = 0
-        self._lately, self._before = (
-            set[str](),
-            set[str](),
-        )  # rings that the last answers named, and as many before them
+        # rings that the last answers named, and as many before them
+        self._lately, self._before = set[str](), set[str]()
         self._joined: dict[str, int] = {}  # stream -> tokens a micro-batch
         self._ahead: dict[str, Ahead[Any]] = {}  # train stream -> its next round
         # train stream -> rounds (step, index) that came with another
