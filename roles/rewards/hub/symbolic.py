@@ -33,7 +33,7 @@ _PROCESSOR_S = 1.0
 """Of a comparison."""
 _LOOKED_AT = 2000
 """Characters at the end of a response without a box."""
-_MAX_CHARACTERS, _MAX_DEPTH, _MAX_DIGITS = 1000, 24, 400
+_MAX_DEPTH, _MAX_DIGITS = 24, 400
 _MAX_EXPONENT = 10_000
 """The product of the numbers in the exponents of an answer."""
 _SHORT = re.compile(r"[-+]?\d{1,200}")
