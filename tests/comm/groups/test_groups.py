@@ -133,6 +133,10 @@ class World:
     def signal(self, member: str, number: int) -> None:
         signal.pidfd_send_signal(self.pidfds[member], number)
 
+    async def stop(self, member: str) -> None:
+        self.signal(member, signal.SIGSTOP)
+        await asyncio.to_thread(stopped, self.pids[member])
+
     async def bury(self, member: str) -> None:
         """What a supervisor does: SIGKILL, wait for the proof, tell the meeting."""
         self.signal(member, signal.SIGKILL)
@@ -229,6 +233,7 @@ async def test_a_survivor_that_waits_for_nobody_dead_hears_of_the_death_from_the
     await world.join(world.spec(A, B, C), A, B, C)
     call = asyncio.create_task(world.ask(A, "run", "recv", [0.0], 1, GENEROUS_S))
     await world.all_waiting(A, name="group recv")
+    await world.stop(B)  # one that heard of it before A did would close its socket
     await world.bury(C)
     error = await call
     assert error["missing"] == [C] and error["why"] == "rollout-0 (incarnation 1) is dead"
@@ -331,11 +336,13 @@ async def test_a_meeting_that_was_restarted_still_tells_its_members_of_a_death(
         await world.join(spec, A, B, C)
         call = asyncio.create_task(world.ask(A, "run", "recv", [0.0], 1, GENEROUS_S))
         await world.all_waiting(A, name="group recv")
+        await world.stop(B)  # one that heard of it before A did would close its socket
         await server.close()
         world.meeting = Meeting()
         server = await serve(world.meeting, f"unix:{tmp_path}/meeting", token=TOKEN, name="meeting")
         await world.bury(C)
         assert (await call)["missing"] == [C]
+        world.signal(B, signal.SIGCONT)
         world.start(C, incarnation=2)
         assert [answer["epoch"] for answer in await world.join(spec, A, B, C)] == [2, 2, 2]
     finally:
