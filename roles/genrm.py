@@ -21,6 +21,7 @@ from dataclasses import asdict
 from typing import Any
 
 from rondo.comm.bus.bus import POLL_S
+from rondo.comm.bus.group import NEVER
 from rondo.models.load import end_ids, load_model, load_tokenizer
 from rondo.roles.config import EndpointConfig
 from rondo.roles.config.genrm import GenrmConfig
@@ -35,8 +36,6 @@ from rondo.runtime.errors import WorkerDied
 from rondo.runtime.waits import totals
 from rondo.runtime.worker.context import WorkerContext
 
-_NEVER = 1 << 62
-"""A version that is not published: who waits for a newer one hears of the run's end alone."""
 _LOOK_S = 5.0
 
 Watching = Callable[[], Awaitable[None]]
@@ -47,7 +46,7 @@ async def there(ctx: WorkerContext, job: Job, role: str, serving: AbstractAsyncC
     """Serves until the run is over, or this replica leaves."""
     async with serving as watching:
         await ctx.ready()
-        over = job.bus.call("weights", f"{role}.{ctx.rank}", _NEVER, deadline_s=POLL_S)
+        over = job.bus.call("weights", f"{role}.{ctx.rank}", NEVER, deadline_s=POLL_S)
         await first_of((over, ctx.stopping.wait(), watching()))
 
 

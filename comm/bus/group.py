@@ -41,6 +41,8 @@ FINISHES = ("stop", "length", "aborted")
 NO_VERSION = -1
 """Policy version of tokens that no policy sampled (an environment's), and of a row that has no others: staleness leaves it
 out."""
+NEVER = 1 << 62
+"""A version that is not published: who waits for a newer one hears of an end alone, the run's or its own."""
 
 
 @dataclass(slots=True)

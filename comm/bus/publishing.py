@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from rondo.comm.bus import wakes
+from rondo.comm.bus.group import NEVER
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.transitions import Transitions, at_once
 from rondo.comm.ring.spans import Span, by_part, num_rows
@@ -165,6 +166,8 @@ class Publishing(Transitions):
                 if newer_than < 0:
                     self._check_goes_on("weights")
                 if self.index.done and self._evaluations.due() is None and not self._evaluations.missing():
+                    return {"end": True}
+                if newer_than == NEVER and self._drains(member, incarnation):
                     return {"end": True}
                 coming = self.index.versions.coming
                 version = self.index.versions.slots[coming].version if coming is not None else newer_than

@@ -45,11 +45,11 @@ def test_a_judge_that_is_killed_and_one_that_is_restarted_beside_a_scorer_cost_n
     read_until(run, "step=6/")
     record = supervisor_record(run_dir)
     assert record is not None
-    num_ready = len(told_of(run_dir, "ready"))
-    ask(record, "/genrm/restart", {})
-    ask(record, "/scorer/restart", {})
-    while not {"genrm-0", "scorer-0"} <= {event["group"] for event in told_of(run_dir, "ready")[num_ready:]}:
-        read_until(run, "step=")  # a judge that is not there holds the next ones up
+    for role in ("genrm", "scorer"):
+        num_ready = len(told_of(run_dir, "ready"))
+        ask(record, f"/{role}/restart", {})
+        while f"{role}-0" not in {event["group"] for event in told_of(run_dir, "ready")[num_ready:]}:
+            read_until(run, "step=")
     run.send_signal(signal.SIGTERM)
     ended = finish(run, run_dir)
     assert ended.code == 75, ended.output

@@ -16,6 +16,7 @@ import pytest
 
 from rondo.comm.bus.audit import Audit, audit
 from rondo.comm.bus.bus import Bus
+from rondo.comm.bus.group import NEVER
 from tests.comm.inprocess import InProcess, Store, ask, payload, put, put_scores
 from tests.strength import strength
 
@@ -191,6 +192,20 @@ async def test_what_one_that_is_ended_had_goes_to_others_and_says_nothing_agains
         bus = await run.comes("rollout-2")
         await bus.call("proved", "rollout.0", 0)
         assert await run.leased("rollout-2") == ""  # it drains no more: all is granted
+
+
+async def test_a_judge_that_drains_hears_that_it_may_leave_and_who_follows_weights_does_not() -> None:
+    async with elastic() as run:
+        for name in ("genrm-0", "rollout-1"):
+            await run.comes(name)
+        newer = {"genrm-0": NEVER, "rollout-1": 7}
+        waits = [asyncio.create_task(run.buses[name].call("weights", "x.0", than)) for name, than in newer.items()]
+        await asyncio.sleep(0)
+        for name in newer:
+            await run.drains(name)
+        assert await waits[0] == {"end": True} and await ask(run.buses["genrm-0"].call("weights", "x.0", NEVER))
+        assert await ask(run.buses["rollout-1"].call("weights", "x.0", 7)) is None and not waits[1].done()
+        waits[1].cancel()
 
 
 async def test_one_that_stays_after_all_goes_on() -> None:

@@ -52,7 +52,7 @@ async def routing(servers: list[str], *dropped: str) -> AsyncIterator[str]:
 
 async def tell(stub: Stub, **faults: Any) -> None:
     async with SGLangClient(stub.url) as client:
-        await client.post("/stub", {"faults": faults}, deadline_s=30)
+        await client.post("/stub", {"faults": faults}, deadline_s=120)
 
 
 def body(rid: str) -> dict[str, Any]:
@@ -64,21 +64,21 @@ async def test_requests_go_through_and_all_else_to_every_server(nursery: Nursery
         urls = [stub.url for stub in found.values()]
         async with routing(urls) as router:
             server = RoutedServers(router, urls)
-            async with await server.start(30) as client:
+            async with await server.start(120) as client:
                 for i in range(4):
-                    told = await client.post("/generate", body(f"r{i}"), deadline_s=30)
+                    told = await client.post("/generate", body(f"r{i}"), deadline_s=120)
                     assert told["meta_info"]["id"] == f"r{i}"
-                await client.post("/update_weights_from_disk", {"weight_version": "7"}, deadline_s=30)
-                assert (await client.get("/model_info", deadline_s=30))["weight_version"] == "7"
-                assert (await client.get("/server_info", deadline_s=30))["max_running_requests"] == 128
-                assert len((await client.get("/v1/loads", deadline_s=30))["loads"]) == 2
+                await client.post("/update_weights_from_disk", {"weight_version": "7"}, deadline_s=120)
+                assert (await client.get("/model_info", deadline_s=120))["weight_version"] == "7"
+                assert (await client.get("/server_info", deadline_s=120))["max_running_requests"] == 128
+                assert len((await client.get("/v1/loads", deadline_s=120))["loads"]) == 2
                 async with SGLangClient(urls[0]) as one:
-                    await one.post("/update_weights_from_disk", {"weight_version": "8"}, deadline_s=30)
-                assert (await client.get("/model_info", deadline_s=30))["weight_version"] == "mixed"
+                    await one.post("/update_weights_from_disk", {"weight_version": "8"}, deadline_s=120)
+                assert (await client.get("/model_info", deadline_s=120))["weight_version"] == "mixed"
                 found["b"].kill()
                 heard = client.num_heard
                 with pytest.raises(PeerGone, match=found["b"].url):
-                    await client.get("/model_info", deadline_s=30)
+                    await client.get("/model_info", deadline_s=120)
                 assert client.num_heard == heard
     asked = {line["rid"]: line["stub"] for line in record_of(tmp_path) if line["event"] == "begin"}
     assert {asked[f"r{i}"] for i in range(4)} == {"a", "b"}
@@ -90,11 +90,11 @@ async def test_a_router_that_would_lose_routed_experts_is_refused(nursery: Nurse
         for stub in found.values():
             await tell(stub, experts=True)
         async with routing(urls) as router:
-            async with await RoutedServers(router, urls).start(30):
+            async with await RoutedServers(router, urls).start(120):
                 pass
         async with routing(urls, "return_routed_experts") as router:
             with pytest.raises(ConfigError, match=r"rollout\.sglang\.router must pass on .* without routed_experts"):
-                await RoutedServers(router, urls).start(30)
+                await RoutedServers(router, urls).start(120)
 
 
 def test_a_router_needs_its_servers_and_one_way_for_all_their_weights() -> None:
