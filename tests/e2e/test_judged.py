@@ -47,7 +47,8 @@ def test_a_judge_that_is_killed_and_one_that_is_restarted_beside_a_scorer_cost_n
     assert record is not None
     for role in ("genrm", "scorer"):
         num_ready = len(told_of(run_dir, "ready"))
-        ask(record, f"/{role}/restart", {})
+        while ask(record, f"/{role}/restart", {})["status"] == "CONFLICT":  # with the one before, which is ending
+            read_until(run, "step=")
         while f"{role}-0" not in {event["group"] for event in told_of(run_dir, "ready")[num_ready:]}:
             read_until(run, "step=")
     run.send_signal(signal.SIGTERM)
