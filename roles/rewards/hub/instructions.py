@@ -35,13 +35,14 @@ _DATA = {
 try:
     import nltk
     from if_verifiable.common import get_loose_transformations, strip_thinking
-    from langdetect import DetectorFactory
+    from langdetect import DetectorFactory, detector_factory
 except ModuleNotFoundError as error:
     raise ConfigError(
         f"if-verifiable must be installed for the rewards ifeval and ifbench, got no such package. Run: {_EXTRA}"
     ) from error
 
 DetectorFactory.seed = 0  # else it says another language of a short text each time
+detector_factory.init_factory()  # the languages that it knows, in most of a second, which no answer is to be charged with
 # Its checkers tell the root logger the whole of each response that is in no language.
 logging.getLogger().addFilter(lambda record: not str(record.msg).startswith("Unable to detect language"))
 

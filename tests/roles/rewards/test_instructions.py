@@ -9,6 +9,7 @@ from typing import Any
 
 import nltk
 import pytest
+from langdetect import detector_factory
 
 from benchmarks.rewards_cases import Case
 from benchmarks.rewards_instructions import IFBENCH, IFEVAL
@@ -36,8 +37,15 @@ def language_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         (folder / path).write_text(text)
     instructions._checkers.cache_clear()
     nltk.data.path.insert(0, str(folder))
+    assert detector_factory._factory is not None  # what takes most of a second is there before the first answer
     yield
     nltk.data.path.remove(str(folder))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage of all that ran before in this process may be collected within a check."""
+    monkeypatch.setattr(instructions, "_PROCESSOR_S", 60.0)
 
 
 def scored(function: Any, case: Case, prompt: str = "", **args: Any) -> dict[str, Any]:
