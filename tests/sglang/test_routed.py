@@ -16,6 +16,7 @@ from tests.sglang.servers import environment, python
 def test_experts_that_a_server_tells_are_replayed_also_of_samples_that_new_weights_abort(tmp_path: Path) -> None:
     sglang = {"python": python(), "environment": environment(), "pause": "abort"}
     sets = [f"rollout.sglang={orjson.dumps(sglang).decode()}", "rollout.max_interruptions=null"]
+    sets.append("roles={}")  # what holds a sample holds the embedded engine
     running = start([sys.executable, "-m", "tests.e2e.routed", str(tmp_path), "hybrid", *sets], ROOT)
     ended = finish(running, tmp_path / NAME)
     assert ended.code == 0, ended.output
