@@ -78,7 +78,7 @@ class Holder:
         self.config = with_tools(job(**settings))
         self.folder, self.epoch, self.dies = folder, epoch, dies
         self.counts, self.asked, self.made = EpisodeCounts(), list[Completion](), list[Made]()
-        self.dead = asyncio.Event()
+        self.dead, self.num_answers = asyncio.Event(), 0
 
     async def play(self) -> None:
         prompt, counted = render_prompt(TOKENIZER, ROW, self.config.data, 2048), 0
@@ -87,6 +87,14 @@ class Holder:
                 ROW, prompt, None, TOKENIZER, [0], limits_of(self.config, 2048), turns=turns,
                 chat=Chat.of(TOKENIZER, ROW, self.config.data),
             )  # fmt: skip
+
+            keep = turns.add_answer
+
+            def keeping(*answer: Any) -> None:
+                self.num_answers += 1
+                keep(*answer)
+
+            turns.add_answer = keeping  # type: ignore[method-assign]
 
             async def ask(request: Request) -> Completion:
                 nonlocal counted
@@ -155,6 +163,7 @@ async def test_an_episode_goes_on_from_its_last_whole_turn_at_the_next_holder(
         assert made.reward == 1 / 4 + 2 / 4 + 3 / 4 + 1 and len(made.rows[-1].rewards) == 4
     else:
         assert "tool\n2<" in str(TOKENIZER.decode(made.last.tokens))
+        assert (died.num_answers, next_one.num_answers) == (2, 1), "nothing is kept of an end that asks nobody"
     assert list((tmp_path / FOLDER).iterdir()) == []
 
 
