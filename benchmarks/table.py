@@ -343,24 +343,6 @@ def bus(f: Figures) -> Iterator[Row]:
     )
 
 
-def growth(f: Figures) -> Iterator[Row]:
-    yield (
-        f"partitions: put, claim, get, acknowledge, clear with {f['many']:,} rows held, over {f['few']:,}: the worst; a put "
-        "while a reader waits, over one without",
-        f"{f['growth_100k']:.2f}x; {f['put_while_waiting']:.2f}",
-    )
-
-
-def link(f: Figures) -> Iterator[Row]:
-    for name, row in f.items():
-        if isinstance(row, dict) and "of_iperf3" in row:
-            yield (
-                f"link over tcp on loopback, {f['streams']} streams, checksums on, records of {name}, against iperf3 without a "
-                "warm-up of its own",
-                f"{row['gb_per_s']:.2f} GB/s, {row['of_iperf3']:.0%}",
-            )
-
-
 def weights(f: Figures) -> Iterator[Row]:
     for name, row in f["shared_memory"].items():
         yield (
@@ -656,7 +638,7 @@ ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("autoscale", autoscale), ("calls", calls),
     ("trl", trl), ("trl_pretrained", trl_pretrained), ("shared_prompts", shared_prompts), ("tree", tree), ("paper", paper),
     ("generation", generation), ("serve", serve), ("dispatch", dispatch), ("sglang_weights", sglang_weights), ("ring", ring),
-    ("bus", bus), ("growth", growth), ("link", link), ("weights", weights), ("fit", fit), ("omni", omni), ("media", media),
+    ("bus", bus), ("weights", weights), ("fit", fit), ("omni", omni), ("media", media),
     ("experts", experts), ("experts_gap", experts), ("experts_memory", experts), ("staleness", staleness),
     ("algorithms", algorithms), ("lora", lora),
     ("lora_pretrained", functools.partial(lora, base="SmolLM2-135M-Instruct on sums of two numbers")),

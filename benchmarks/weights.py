@@ -1,4 +1,4 @@
-"""Weights from a trainer to an engine: shared memory against one memcpy, a flip's pause, a delta's bytes; and a link's rate.
+"""Weights from a trainer to an engine: shared memory against one memcpy, a flip's pause, a delta's bytes.
 
     rondo bench weights [--repetitions 5] [--gib 1]
 
@@ -12,7 +12,7 @@ all of it. "sum" and "read" are what one thread of a reader does: the proof's su
 
 "flip": how long an engine in full decode stands still for new weights, in steps of the same engine. "delta": real AdamW steps
 (fp32 master, published as bfloat16) of a small Qwen3 on a policy-gradient loss: what each version costs on a wire against its
-whole bytes. "link": records over TCP on loopback beside iperf3, as `rondo bench link` measures it alone.
+whole bytes.
 
 The last line is one JSON object.
 """
@@ -35,10 +35,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from benchmarks import link
 from benchmarks.generation import SIZES, build, workload
-from rondo.comm.links.config import LinkConfig
-from rondo.comm.ring.ring import ring_bytes
 from rondo.comm.weights.delta import apply, encode
 from rondo.comm.weights.held import Held, Published, VersionId
 from rondo.comm.weights.publication import publish
@@ -271,16 +268,13 @@ def main() -> None:
     print("\nflip: pause of an engine in full decode", *table(flips), sep="\n", flush=True)
     deltas = {f"lr {lr:g}": delta(lr, arguments.steps) for lr in (1e-6, 1e-5, 1e-4)}
     print("\ndelta: share of a version's bytes", *table(deltas), sep="\n", flush=True)
-    print("\nlink: ", end="")
-    tcp = link.compare(LinkConfig(), ring_bytes(256 << 20), arguments.repetitions, 1.0)
     result |= {
-        "shared_memory": shm, "flip": flips, "delta": deltas, "link": tcp,
+        "shared_memory": shm, "flip": flips, "delta": deltas,
         "threads": arguments.threads,
         "shm_of_memcpy": min(row["of_memcpy"] for name, row in shm.items() if f" {arguments.threads} threads" in name),
         "shm_of_memcpy_all_cores": min(row["of_memcpy"] for name, row in shm.items() if f" {rows[-1]} threads" in name),
         "flip_pause_steps": flips["tiny"]["pause_steps"],
         "delta_bytes_share": deltas["lr 1e-06"]["share"],
-        "tcp_of_iperf3": tcp["tcp_of_iperf3"],
     }  # fmt: skip
     print(json.dumps(result))
 

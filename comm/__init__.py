@@ -2,9 +2,7 @@
 
 ring           rows in shared memory
 bus            the data bus of a run: coordinator, index, journal; every sample from admission to commit
-partitions     named sets of rows beside the training stream, and a bus without a run
-weights        policy versions: slab and snapshot on this node, broadcasts and deltas behind one proof
-links          rings mirrored on other nodes
+weights        policy versions: slab and snapshot on this node, and exact deltas, behind one proof
 groups         process groups across separately started jobs
 """
 
@@ -23,9 +21,6 @@ _FACE = {
     "RingView": "rondo.comm.ring.ring",
     "WeightSlab": "rondo.comm.weights.slab",
     "HotSnapshot": "rondo.comm.weights.snapshot",
-    "Host": "rondo.comm.partitions.host",
-    "SyncBus": "rondo.comm.partitions.joining",
-    "join": "rondo.comm.partitions.joining",
 }
 __all__ = list(_FACE)
 __getattr__ = lazy(__name__, _FACE)

@@ -214,18 +214,6 @@ def serve(**options: Any) -> int:
     return main(ServeOptions(**options))
 
 
-def bus(folder: Path) -> int:
-    import asyncio
-
-    import uvloop
-
-    from rondo.comm.partitions.host import serve_until_told
-
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve_until_told(folder))
-    return EXIT_DONE
-
-
 def slurm(**options: Any) -> int:
     from rondo.launch.slurm import SlurmOptions, main
 
@@ -406,8 +394,6 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     text = "of --url: how long the run may take to its first answer (default 3600)"
     add("--timeout", type=float, default=3600.0, metavar="S", help=text)
     add("command", nargs=argparse.REMAINDER, metavar="-- COMMAND", help="what rollout.agent.command would be")
-    add = verb("bus", bus, "Serve a bus of its own to programs on this node, which join by its folder.")
-    add("folder", metavar="FOLDER", type=Path, help="made where it is not there; a short path")
     _add_job(verb("slurm", slurm, "Write a run as a batch job of SLURM, or submit it.", config))
     add = verb("bench", _in("rondo.launch.bench", "run"), "Measure this machine; `rondo bench` lists what with.")
     add("name", metavar="NAME", nargs="?", help="a module of benchmarks/")
@@ -496,8 +482,7 @@ def _kill(text: str, config: RunConfig) -> tuple[str, int]:
     most = config.num_steps or 10**9  # by epochs: nobody knows yet
     if not role or (at and not re.fullmatch("[0-9]{1,9}", step)) or not int(step or _KILL_AT_STEP) <= most:
         raise ConfigError(f"--kill must look like ROLE or ROLE@STEP with STEP up to {most}, got {text!r}. Try actor@1")
-    services = {"coordinator", "store", "partitions"} if config.bus.partitions else {"coordinator", "store"}
-    known = sorted(services | {name for group in config.groups for name in (*group.roles, group.name)})
+    known = sorted({"coordinator", "store"} | {name for group in config.groups for name in (*group.roles, group.name)})
     if role not in known:
         raise ConfigError(f"--kill must name a role of this run, got {role!r}. {nearest(role, known)}")
     return role, int(step or _KILL_AT_STEP)

@@ -224,7 +224,6 @@ def settings_of(
         "job": "rl", "num_steps": 1, "max_staleness": 0, "sft": None, "dpo": None, "reward_model": None, "roles": {},
         "algorithm": {}, "admin": {}, "debug": {}, "samples": {}, "critic": None, "distillation": None,
         "train": {"hot_snapshot": False} | {name: tree["train"][name] for name in ("dtype", "micro_batch_tokens")},
-        "bus": {name: value for name, value in tree["bus"].items() if name != "partitions"},
         "data": tree["data"] | {"sources": {name: of | {"teacher": None} for name, of in tree["data"]["sources"].items()}},
     }  # fmt: skip
     made = {

@@ -43,7 +43,6 @@ _NUM_SAMPLES = 20
 _SAMPLES_BYTES = 1 << 20
 _FRESH_S = 0.25
 _NUM_STEPS = 10
-_PARTITIONS = "partitions"
 
 
 class RunProvider:
@@ -83,14 +82,10 @@ class RunProvider:
 
     async def _ask_all(self) -> None:
         groups = self._snapshot().groups
-        services = [COORDINATOR_NAME, *[group.name for group in groups if group.name == _PARTITIONS]]
         workers = [f"{group.name}.{rank}" for group in groups if not group.service for rank in range(group.num_ranks)]
-        names = [*services, *workers]
-        answers = await asyncio.gather(*(self._ask(name, "rondo.waits") for name in names))
+        answers = await asyncio.gather(*(self._ask(name, "rondo.waits") for name in [COORDINATOR_NAME, *workers]))
         self._waits = [wait for answer in answers if answer is not None for wait in answer["waits"]]
         self._bus = await self._ask(COORDINATOR_NAME, "stats") or self._bus
-        if _PARTITIONS in services:
-            self._bus[_PARTITIONS] = await self._ask(_PARTITIONS, "stats") or {}
 
     async def _ask(self, name: str, method: str) -> Any:
         """A process's answer, or None from one that is starting, stopping or busy."""
@@ -165,7 +160,6 @@ class RunProvider:
 
     def metrics(self) -> Iterable[Family]:
         groups, bus = self._snapshot().groups, self._bus
-        partitions = bus.get(_PARTITIONS, {})
         now = {
             "restarts": {group.name: group.restarts for group in groups},
             "memory_bytes": {group.name: group.rss_bytes for group in groups},
@@ -173,11 +167,6 @@ class RunProvider:
             "refused_rows": bus.get("refused_rows", 0), "engines": bus.get("engines", {}).get("of", 0),
             "engines_healthy": bus.get("engines", {}).get("healthy", 0),
             "ring_used_bytes": {name: ring["used"] for name, ring in bus.get("rings", {}).items()},
-            "partition_rows": {name: part["rows"] for name, part in partitions.items()},
-            "partition_live_bytes": {name: part["live_bytes"] for name, part in partitions.items()},
-            "partition_ready_rows": {
-                f"{name}/{task}": rows["ready"] for name, part in partitions.items() for task, rows in part["tasks"].items()
-            },
         }  # fmt: skip
         told = self._newest.told({group.name for group in groups})
         return families([*told, *(("", path, value) for path, value in numbers(now))])

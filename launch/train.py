@@ -481,7 +481,6 @@ def _supervisor_config(
         run_dir=run.path,
         groups=groups,
         coordinator="rondo.comm.bus.serve",
-        services={"partitions": "rondo.comm.partitions.serve"} if config.bus.partitions else {},
         attempt=attempt,
         limits=config.supervision,
         modules=model_modules(path if config.model.recipe is None else run.path / path),

@@ -126,10 +126,7 @@ RUN_HERE = {
     "rondo train examples/memory_agent.py": (*_SHORT, _TWO_GROUPS),
     "rondo train examples/video_digits.py": (*_SHORT, "groups.1.processes=2"),  # on policy, on two ranks
 }
-SCRIPTS = {
-    "python examples/own_bus.py": r"256 rows put, \d+ returned by the dead scorer, 512 read by the trainer",
-    "python examples/two_nodes.py": r"weights: version 1 as a delta, [\d,]{4,6} of 2,1\d\d,\d\d\d bytes",
-}
+SCRIPTS = {}
 """What of their output says that they did what they are for."""
 STOPPED = "tests/e2e/test_runs.py::test_a_stopped_run_saves_exits_75_and_goes_on_from_there"
 MAKE = "tests/test_make.py::test_make_runs_what_the_readme_says"
@@ -203,7 +200,6 @@ ELSEWHERE = {
     "test_the_newest_checkpoint_of_a_run_or_the_one_that_is_named_becomes_a_folder",
     "rondo export runs/quickstart_lora OUT": ADAPTERS,
     "rondo export runs/quickstart_lora OUT --merged": ADAPTERS,
-    "rondo bus /tmp/bus": "tests/comm/partitions/test_host.py::test_a_signal_ends_the_command_and_leaves_no_process",
     "rondo bench table": "tests/benchmarks/test_table.py::test_the_command_writes_the_figures_of_the_last_runs_into_the_page",
     "rondo bench": "tests/launch/test_bench.py::test_without_a_name_every_benchmark_is_listed_with_what_it_measures",
     "rondo check examples/full_size/qwen3_8b_text.py --nodes 1 --devices 8 --device-gib 80 --memory-gib 1000 "
@@ -249,8 +245,6 @@ BY_HAND = {
     "rondo bench generation",
     "rondo bench gpu",
     "rondo bench gpu copies",
-    "rondo bench growth",
-    "rondo bench link",
     "rondo bench lora",
     "rondo bench media",
     "rondo bench omni",

@@ -25,7 +25,6 @@ LIGHT = (
     "rondo.runtime.processes.pool",
     "rondo.runtime.processes.pool_worker",
     "rondo.comm.bus.serve",
-    "rondo.comm.partitions.serve",
     "rondo.comm.bus.bus",
     "rondo.roles.advantages",
     "rondo.roles.rewards.worker",

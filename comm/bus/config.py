@@ -28,9 +28,6 @@ class BusConfig(Section):
     max_infra_failures: int = Field(5, ge=1)
     """Deaths that one prompt group may see while it is leased; one more puts it into quarantine."""
 
-    partitions: bool = False
-    """Whether the run has a process for partitions: named sets of rows beside the training stream."""
-
     def refused(self) -> Iterator[str]:
         if self.column_ring_bytes > self.ring_bytes:
             yield (

@@ -116,10 +116,6 @@ class Rings:
             task.result().close()
             self._segments.drop(name)
 
-    def making_bytes(self, prefix: str, besides: str) -> int:
-        """Memory prepared for producers whose names begin so, but for one."""
-        return sum(m.num_bytes for name, m in self._making.items() if name.startswith(prefix) and name != besides)
-
     def _is_made(self, task: asyncio.Task[Segment]) -> None:
         if not task.cancelled():
             task.exception()  # `prepare` raises it, if somebody asks

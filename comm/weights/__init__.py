@@ -1,8 +1,7 @@
 """How policy versions reach those who serve them, beside the slab (`comm/weights/slab.py`).
 
 one version    manifest (what it is made of), held (a receiver's copy, and when it counts), sums (a bucket's checksum)
-ways           delta (what changed since the version before), broadcast (other nodes and jobs; with topology),
-               ipc (the same device)
+ways           delta (what changed since the version before), ipc (the same device)
 when           publication (between two steps): copying by one process, together by all ranks that have parts
 """
 
@@ -15,8 +14,6 @@ _FACE = {
     "Published": "rondo.comm.weights.held",
     "VersionId": "rondo.comm.weights.held",
     "publish": "rondo.comm.weights.publication",
-    "send_version": "rondo.comm.weights.broadcast",
-    "receive_version": "rondo.comm.weights.broadcast",
 }
 __all__ = list(_FACE)
 __getattr__ = lazy(__name__, _FACE)

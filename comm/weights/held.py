@@ -116,10 +116,6 @@ class Held:
         start, end = self.manifest.bounds(index)
         return self._data[start:end]
 
-    def is_coming(self, id: VersionId) -> bool:
-        """Whether `id` has begun and is not proved: what is right of it already need not come again."""
-        return self._coming == id
-
     def is_right(self, index: int) -> bool:
         """Whether bucket `index` has the sum that the manifest names; summed once after it was written."""
         start, end = self.manifest.bounds(index)

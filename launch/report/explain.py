@@ -37,7 +37,7 @@ _UNNEEDED = {
 }
 """How to do without a role."""
 _APART = "put them into groups of their own (modes.hybrid or modes.fully_async), so that both work at once"
-_SERVICES = ("supervisor", "nursery", "coordinator", "partitions", "store")
+_SERVICES = ("supervisor", "nursery", "coordinator", "store")
 
 
 @dataclass(frozen=True, slots=True)

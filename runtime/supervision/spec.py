@@ -60,8 +60,6 @@ class SupervisorConfig:
     coordinator: str
     """Its module, run as a plain process, which answers as an actor at `coordinator.sock` and calls the supervisor's `ready`."""
     limits: SupervisionConfig
-    services: Mapping[str, str] = field(default_factory=dict)
-    """Others, name -> module, which hear of births and deaths of role groups as the coordinator does."""
     attempt: int = 0
     """The first attempt of this supervisor's life; a resumed run goes on counting."""
     can_restart_globally: Callable[[], bool] = lambda: True
@@ -76,7 +74,7 @@ class SupervisorConfig:
     """Faults on purpose: (role, group or service; step): SIGKILLed once, when that many steps are committed."""
 
     def __post_init__(self) -> None:
-        names = [STORE_NAME, COORDINATOR_NAME, *self.services, *(group.name for group in self.groups)]
+        names = [STORE_NAME, COORDINATOR_NAME, *(group.name for group in self.groups)]
         for name in names:
             if names.count(name) > 1 or not _NAME.fullmatch(name):
                 raise ConfigError(f"names of role groups must differ and look like 'actor-0', got {name!r}")

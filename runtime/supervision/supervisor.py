@@ -91,7 +91,7 @@ class Supervisor(Actor):
         self._nursery = nursery or Nursery()
         self._on_event = on_event
         self._groups = {group.name: group for group in config.groups}
-        self._services = {COORDINATOR_NAME: config.coordinator, **config.services}
+        self._services = {COORDINATOR_NAME: config.coordinator}
         self._machine = Supervision(
             [
                 Child(

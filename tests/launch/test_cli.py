@@ -157,7 +157,7 @@ def test_output_to_a_reader_that_left_is_no_traceback(tmp_path: Path) -> None:
         (
             ["tarin", "x.py"],
             "VERB must be one of demo, train, init, sft, check, show, status, stop, scale, restart, resume, explain, "
-            "autoscale, timeline, track, alert, rerun, replay, diff, export, eval, serve, view, agents, bus, slurm, bench, "
+            "autoscale, timeline, track, alert, rerun, replay, diff, export, eval, serve, view, agents, slurm, bench, "
             "sglang, completion, got 'tarin'. ",
         ),
         (["train"], "the following arguments are required: CONFIG.py. Run `rondo train --help`"),
@@ -168,10 +168,6 @@ def test_output_to_a_reader_that_left_is_no_traceback(tmp_path: Path) -> None:
         (
             ["train", "demo_config.py", "--kill", "actr@2"],
             "--kill must name a role of this run, got 'actr'. Did you mean 'actor'?",
-        ),
-        (
-            ["train", "demo_config.py", "--set", "bus.partitions=True", "--kill", "partitons@2"],
-            "--kill must name a role of this run, got 'partitons'. Did you mean 'partitions'?",
         ),
         (
             ["train", "demo_config.py", "--kill", "actor@9"],

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
-import numpy as np
 import pytest
 
 from rondo.launch import provider as module
@@ -20,7 +19,6 @@ from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.errors import ConfigError, DeadlineExceeded
 from rondo.runtime.supervision.orders import State
 from rondo.runtime.supervision.supervisor import Supervisor
-from tests.comm.partitions.world import TOKEN, served
 
 LEASE = {"name": "call lease", "waiter": "rollout-0.0", "peer": "coordinator", "seconds": 1.5}
 
@@ -78,38 +76,13 @@ async def test_a_run_with_fewer_engines_than_it_must_have_is_not_ready_and_says_
 
 def test_figures_of_the_critic_are_metrics_beside_those_of_the_step(tmp_path: Path) -> None:
     supervisor = cast(Supervisor, SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=[])))
-    provider = RunProvider(supervisor, tmp_path, TOKEN, tmp_path)
+    provider = RunProvider(supervisor, tmp_path, "t" * 32, tmp_path)
     provider.on_event(
         {"kind": "metrics", "source": "critic-0", "critic": {"step": 2, "loss": 9.0, "explained_variance": 0.5}}
     )
     provider.on_event({"kind": "metrics", "step": 1, "reward_mean": 0.25, "loss": 1.0})
     lines = list(prometheus_lines(provider.metrics()))
     assert {"rondo_step 1", "rondo_loss 1", "rondo_critic_loss 9", "rondo_critic_explained_variance 0.5"} <= set(lines)
-
-
-async def test_partitions_in_use_are_shown_with_who_waits_for_them_and_in_the_metrics(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(module, "_ANSWER_S", 60.0)
-    async with served() as run:
-        part = (await run.bus("rollout-0")).partition("replay", capacity_bytes=1 << 16, chunk_bytes=1 << 16)
-        await part.put({"x": np.zeros((3, 10_000), np.uint8)})
-        reader = (await run.bus("critic-0")).partition("replay")
-        assert len(await reader.stream("critic", columns=["x"], batch=1).next() or ()) == 1
-        waiting = asyncio.create_task(part.put({"x": np.zeros((4, 10_000), np.uint8)}))
-        group = SimpleNamespace(name="partitions", num_ranks=1, restarts=0, rss_bytes=0, service=True)
-        supervisor = SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=[group]))
-        provider = RunProvider(cast(Supervisor, supervisor), run.folder, TOKEN, tmp_path)
-        await provider._ask_all()
-        waiting.cancel()
-        for ref in provider._refs.values():
-            ref.close()
-    shown, lines = provider.bus()["partitions"]["replay"], list(prometheus_lines(provider.metrics()))
-    assert (shown["rows"], shown["tasks"]["critic"]["claimed"]) == (3, 1)
-    assert ("partition room", "partition replay") in [(wait["name"], wait["peer"]) for wait in provider.waits()]
-    assert 'rondo_partition_rows{partition="replay"} 3' in lines
-    assert f'rondo_partition_live_bytes{{partition="replay"}} {shown["live_bytes"]}' in lines
-    assert 'rondo_partition_ready_rows{task="replay/critic"} 2' in lines
 
 
 def test_a_crowd_that_asks_at_once_has_the_processes_looked_at_once(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -55,14 +55,12 @@ class Program:
         path: Path = HERE,
         modules: Sequence[str] = (),
         terminal: int | None = None,
-        services: Mapping[str, str] | None = None,
         **limits: Any,
     ) -> None:
         """`path`: modules there come before the installed ones; `modules` are loaded for all. `terminal`: a
         descriptor of the one that it runs on."""
         self.run_dir = run_dir
         given = {"run_dir": str(run_dir), "groups": groups, "kill": kill, "modules": modules, "limits": limits}
-        given["services"] = services or {}
         self.process = subprocess.Popen(
             [sys.executable, str(HERE / "tiny_run.py"), orjson.dumps(given).decode()],
             env={**os.environ, "PYTHONPATH": f"{path}:{HERE}", "OMP_NUM_THREADS": "1"},
@@ -297,10 +295,9 @@ def test_every_life_has_its_own_log_and_events_are_in_the_run_directory(stormy: 
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Program]:
-    group = ("gamma-0", 2, ["Sum", "Also", "Share"])
-    services = {"partitions": "rondo.comm.partitions.serve"}
+    group = ("gamma-0", 2, ["Sum", "Also"])
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    with program(tmp_path_factory.mktemp("calm"), [group], services=services) as run:
+    with program(tmp_path_factory.mktemp("calm"), [group]) as run:
         run.outcome = run.end()
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         run.cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -320,12 +317,6 @@ def test_ranks_of_a_group_meet_in_the_runs_store(calm: Program) -> None:
     metrics = sorted(told, key=lambda record: record["rank"])
     assert [(m["total"], m["rank"], m["world_size"]) for m in metrics] == [(3, 0, 2), (3, 1, 2)]
     assert {(m["source"], m["role_group"], m["threads"]) for m in metrics} == {("gamma-0", "gamma", "1")}
-
-
-def test_a_service_serves_the_role_groups_of_whose_births_it_heard(calm: Program) -> None:
-    assert [record["seen"] for record in calm.of("shared")] == [[0, 1]] * 2
-    (attempt,) = (calm.run_dir / "partitions").iterdir()
-    assert attempt.name == "0" and [path.suffix for path in attempt.iterdir()] == [".journal"]
 
 
 def test_role_classes_are_imported_on_the_one_compute_thread(calm: Program) -> None:
@@ -350,8 +341,7 @@ def test_the_supervisor_never_imports_torch(calm: Program) -> None:
 def test_memory_and_processor_time_are_measured(calm: Program) -> None:
     memory = calm.outcome["memory_bytes"]
     assert (
-        set(memory) == {"supervisor", "nursery", "store", "coordinator", "partitions", "gamma-0"}
-        and min(memory.values()) > 10 << 20
+        set(memory) == {"supervisor", "nursery", "store", "coordinator", "gamma-0"} and min(memory.values()) > 10 << 20
     )
     cores = calm.outcome["cores"]
     assert set(cores) == set(memory)

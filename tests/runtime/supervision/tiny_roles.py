@@ -10,7 +10,6 @@ import threading
 
 import numpy
 
-from rondo.comm.partitions.joining import of_run
 from rondo.runtime.processes import process
 from rondo.runtime.worker.context import WorkerContext
 
@@ -130,22 +129,6 @@ class Sum:
         value = torch.tensor([self._ctx.rank + 1])
         torch.distributed.all_reduce(value)
         return int(value)
-
-
-class Share:
-    """Each rank puts a row into a partition of the run, and sees those of both."""
-
-    def __init__(self, ctx: WorkerContext) -> None:
-        self._ctx = ctx
-
-    async def run(self) -> None:
-        ctx = self._ctx
-        await ctx.ready()
-        async with of_run(ctx) as bus:
-            part = bus.partition("shared")
-            await part.put({"x": [ctx.rank]}, keys=[str(ctx.rank)])
-            found = await part.get(["0", "1"], ["x"], wait=True)
-            await ctx.report("shared", {"seen": found["x"]})
 
 
 class Also:

@@ -83,7 +83,6 @@ def main(text: str) -> int:
         run_dir=run_dir,
         groups=groups,
         coordinator="tiny_coordinator",
-        services=given["services"],
         limits=SupervisionConfig(**given["limits"]),
         modules=tuple(given["modules"]),
         kill=tuple((role, step) for role, step in given["kill"]),
