@@ -16,7 +16,9 @@ the number of a buffer beside the text.
 from __future__ import annotations
 
 import base64
+import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
@@ -34,6 +36,8 @@ Buffer = bytes | bytearray | memoryview
 _MARK = "$"
 _ARRAY_KINDS = frozenset("biufcSUMm")
 _LEAST_INT, _MOST_INT = -(1 << 63), (1 << 64) - 1
+_LONG = re.compile(rb"[0-9]{19}")
+"""Digits of an integer that may not fit into 64 bits."""
 _TRAVELS = (
     "None, bool, int, float, str, bytes, list, tuple, set, dict, Decimal, Fraction, UUID, dates and numpy's numbers"
 )
@@ -63,6 +67,44 @@ def decode(node: Any, buffers: Sequence[memoryview] = ()) -> Any:
 def as_json(value: Any, what: str = "value") -> orjson.Fragment:
     """The value as JSON text alone, for a file. TypeError as of `encode`."""
     return orjson.Fragment(_text(value, what, None))
+
+
+def read_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text, integers of any size included, which orjson turns into floats. ValueError for a text that
+    is not JSON."""
+    data = text.encode() if isinstance(text, str) else text
+    if not _LONG.search(data):
+        return orjson.loads(data)
+    try:
+        value = json.loads(data.decode())
+        _long_json(value, 0)  # refuses what json reads beyond JSON: NaN, and halves of surrogate pairs
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    return value
+
+
+def write_json(value: Any, option: int = 0) -> bytes:
+    """Return the value as compact JSON, as orjson does with `option`; integers may have any size. TypeError for a value that has
+    no JSON."""
+    try:
+        return orjson.dumps(value, option=option)
+    except TypeError as error:
+        if "64-bit" not in str(error):
+            raise
+        return _long_json(value, option)
+
+
+def _long_json(value: Any, option: int) -> bytes:
+    def of_orjson(part: Any) -> Any:
+        return orjson.loads(orjson.dumps(part, option=option))
+
+    try:
+        return json.dumps(
+            value, separators=(",", ":"), ensure_ascii=False, allow_nan=False, default=of_orjson,
+            sort_keys=bool(option & orjson.OPT_SORT_KEYS),
+        ).encode()  # fmt: skip
+    except (ValueError, RecursionError) as error:
+        raise TypeError(str(error)) from error
 
 
 def array_bytes(array: np.ndarray) -> memoryview:

@@ -14,9 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import orjson
-
 from rondo.roles.data.sources import RowError
+from rondo.runtime.values import read_json
 
 if TYPE_CHECKING:
     from rondo.roles.config import DataConfig
@@ -77,6 +76,6 @@ def _call(call: Any) -> Any:
 def _parsed(text: str) -> Any:
     """What the JSON stands for; the text itself where it is none."""
     try:
-        return orjson.loads(text)
-    except orjson.JSONDecodeError:
+        return read_json(text)
+    except ValueError:
         return text

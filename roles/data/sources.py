@@ -15,7 +15,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,12 +22,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import orjson
 
 from rondo.roles.data.fingerprints import digest_of, sampled
 from rondo.roles.data.lines import File, Lines
 from rondo.runtime.errors import Fatal, RondoError
 from rondo.runtime.section import nearest
+from rondo.runtime.values import read_json
 
 _HELD_BYTES = 1 << 28
 """Of parquet: what is held in memory, all of a data set or the groups of rows that were decoded last."""
@@ -38,8 +37,6 @@ MOST_SAMPLED, MOST_MADE = 256, 4096
 """Rows that a digest looks at: of files, and of what is in memory."""
 _MOST_OPEN = 64
 """Files that stay open, so that their rows are there for as long as the process, whoever replaces or removes them."""
-_LONG = re.compile(rb"[0-9]{19}")
-"""In a number, one that may have more than 64 bits."""
 INSTALL = "Install it: pip install 'rondo-rl[data]'"
 MADE = ("gym:", "textarena:")
 """Beginnings of paths whose rows a package makes."""
@@ -350,8 +347,7 @@ def _footer_bytes(path: Path) -> bytes:
 
 
 def _parsed(line: bytes) -> Any:
-    """Exactly what the text says, NaN and integers of any size included, which orjson refuses or makes a float of."""
-    if not _LONG.search(line):
-        with contextlib.suppress(orjson.JSONDecodeError):
-            return orjson.loads(line)
+    """Return exactly what the text says, NaN included, which is no JSON."""
+    with contextlib.suppress(ValueError):
+        return read_json(line)
     return json.loads(line)

@@ -33,7 +33,7 @@ from rondo.roles.rewards.pool import RewardItem, RewardResult, encoded_of
 from rondo.roles.rewards.verdicts import ASK, READ, Message
 from rondo.runtime.errors import ConfigError, PeerGone, ProtocolError
 from rondo.runtime.processes.pool import Outcome
-from rondo.runtime.values import Encoded, encode
+from rondo.runtime.values import Encoded, encode, write_json
 
 _SETTINGS = "genrm.urls, genrm.api_key_file or genrm.served_model"
 _SEED = 1 << 31
@@ -211,7 +211,7 @@ class Genrm:
     async def answer(self, messages: Sequence[Message], attempt: int = 0) -> str:
         """What the judge says. ConfigError where it refuses the question, PeerGone where none answers in time."""
         config = self.config
-        drawn = hashlib.sha256(orjson.dumps([self.seed, attempt, messages])).digest()
+        drawn = hashlib.sha256(write_json([self.seed, attempt, messages])).digest()
         body = {
             "messages": messages, "temperature": config.temperature, "top_p": config.top_p,
             "max_tokens": config.max_new_tokens, "seed": int.from_bytes(drawn[:8], "little") % _SEED,

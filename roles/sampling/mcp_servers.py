@@ -27,6 +27,7 @@ import orjson
 
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import in_one_line
+from rondo.runtime.values import read_json, write_json
 from rondo.runtime.waits import happens
 
 _SETTING = "rollout.environment.mcp"
@@ -84,7 +85,7 @@ def _asked(name: str, settings: bytes, limit_s: float) -> list[dict[str, Any]]:
     if ran.returncode:
         words = " | ".join(ran.stderr.decode(errors="replace").strip().splitlines()[-3:])
         raise ConfigError(f"{_SETTING}.{name} must tell its tools, got {words or 'nothing'}. Run it alone")
-    found: list[dict[str, Any]] = orjson.loads(ran.stdout)
+    found: list[dict[str, Any]] = read_json(ran.stdout)
     only = orjson.loads(settings)["only"]
     names = [each["function"]["name"] for each in found]
     if missing := sorted({*(only or ())} - {*names}):
@@ -258,7 +259,7 @@ async def _tell() -> None:
         }
         for tool in found
     ]
-    sys.stdout.buffer.write(orjson.dumps(told))
+    sys.stdout.buffer.write(write_json(told))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ import orjson
 
 from rondo.roles.sampling.environments import Step
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.values import read_json, write_json
 
 _LOOK_S = 30.0
 _MAX_BYTES = 100 << 20
@@ -48,7 +49,7 @@ class OpenEnv:
         found: Any = {name: each for name, each in observation.items() if name != "metadata"}
         if self.shows is not None:
             found = found[self.shows]
-        return found if isinstance(found, str) else orjson.dumps(found).decode()
+        return found if isinstance(found, str) else write_json(found).decode()
 
     async def reset(self, openenv: Mapping[str, Any] | None = None) -> str:
         """Begins an episode; a row's column `openenv` has the arguments of its reset, such as a seed."""
@@ -71,13 +72,13 @@ class OpenEnv:
     async def _asked(self, kind: str, data: Mapping[str, Any]) -> dict[str, Any]:
         answer: Any = None
         with suppress(ConnectionError):  # it is told below
-            await self._socket.send_str(orjson.dumps({"type": kind, "data": data}).decode())
+            await self._socket.send_str(write_json({"type": kind, "data": data}).decode())
             answer = (await self._socket.receive()).data
         if not isinstance(answer, str):
             raise ConnectionError(
                 f"the server at {self.url} must answer {kind}, got the end of its session. See its log"
             )
-        told = orjson.loads(answer)
+        told = read_json(answer)
         if told["type"] == "error":
             raise RuntimeError(
                 f"the server at {self.url} says {told['data'].get('code')}: {told['data'].get('message')}"

@@ -28,7 +28,7 @@ from rondo.roles.serve.calls import Call, call_reader
 from rondo.roles.serve.output import OutputReader
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import in_one_line, load_reference
-from rondo.runtime.values import encode
+from rondo.runtime.values import encode, read_json, write_json
 
 if TYPE_CHECKING:
     from rondo.roles.config import DataConfig, JobConfig
@@ -159,7 +159,7 @@ def calls_of(text: str, chat_template: object, tools: Sequence[Mapping[str, Any]
 def arguments_of(call: Call, tool: Callable[..., Any]) -> dict[str, Any] | Answer:
     """The keywords of a call; or why the tool cannot be called so."""
     try:
-        arguments = orjson.loads(call.arguments)
+        arguments = read_json(call.arguments)
         if not isinstance(arguments, dict):
             raise TypeError("arguments must be an object of names and values")
         function = getattr(tool, "__func__", tool)
@@ -188,10 +188,10 @@ def answered(value: Any) -> Answer:
     try:
         if (parts := parts_of(value)) is not None:
             return Answer(parts)
-        return Answer("" if value is None else orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY).decode())
+        return Answer("" if value is None else write_json(value, orjson.OPT_SERIALIZE_NUMPY).decode())
     except (ValueError, OSError) as error:
         return failed(error)
-    except orjson.JSONEncodeError:
+    except TypeError:
         try:
             return Answer(_encodable(str(value)))
         except Exception as error:  # noqa: BLE001 - a number of 4300 digits, say

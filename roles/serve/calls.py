@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import orjson
+from rondo.runtime.values import read_json, write_json
 
 
 class Call(NamedTuple):
@@ -43,7 +43,7 @@ def call_reader(chat_template: object, tools: Tools) -> CallReader:
     def read(text: str) -> Call | None:
         try:
             return way(text, tools)
-        except orjson.JSONEncodeError:  # nested so deeply that it can be read and not be written
+        except TypeError:  # nested so deeply that it can be read and not be written
             return None
 
     return read
@@ -51,15 +51,15 @@ def call_reader(chat_template: object, tools: Tools) -> CallReader:
 
 def _hermes(text: str, tools: Tools) -> Call | None:
     try:
-        read: Any = orjson.loads(text.strip())
-    except orjson.JSONDecodeError:
+        read: Any = read_json(text.strip())
+    except ValueError:
         return None
     if not isinstance(read, dict) or not isinstance(read.get("name"), str) or not read["name"]:
         return None
     arguments = read.get("arguments", {})
     if isinstance(arguments, str):
         return Call(read["name"], arguments)
-    return Call(read["name"], orjson.dumps(arguments).decode()) if isinstance(arguments, dict) else None
+    return Call(read["name"], write_json(arguments).decode()) if isinstance(arguments, dict) else None
 
 
 def _qwen3_coder(text: str, tools: Tools) -> Call | None:
@@ -73,7 +73,7 @@ def _qwen3_coder(text: str, tools: Tools) -> Call | None:
         key = parameter[1].strip()
         found[key] = _value(parameter[2], schemas.get(key))
         at = parameter.end()
-    return Call(name, orjson.dumps(found).decode()) if name and not inner[at:].strip() else None
+    return Call(name, write_json(found).decode()) if name and not inner[at:].strip() else None
 
 
 _WAYS: Mapping[str, Callable[[str, Tools], Call | None]] = {"hermes": _hermes, "qwen3_coder": _qwen3_coder}
@@ -97,11 +97,11 @@ def _value(text: str, schema: object) -> Any:
         return None
     if not kinds or "string" in kinds:
         return text
-    with suppress(orjson.JSONDecodeError):
-        return orjson.loads(text)
+    with suppress(ValueError):
+        return read_json(text)
     # Templates show values in Python's words, and models write them back. Not all of them can be JSON.
-    with suppress(ValueError, SyntaxError, MemoryError, RecursionError, orjson.JSONEncodeError):
-        return orjson.loads(orjson.dumps(ast.literal_eval(text.strip())))
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError, TypeError):
+        return read_json(write_json(ast.literal_eval(text.strip())))
     return text
 
 

@@ -23,6 +23,7 @@ from rondo.roles.serve.fields import refuse_unknown, shown
 from rondo.roles.serve.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
 from rondo.roles.serve.trajectory import Trajectories
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.values import read_json, write_json
 
 Message = dict[str, Any]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -91,8 +92,8 @@ def said_in(message: Mapping[str, Any]) -> bytes:
     """What a reply says beside its reasoning, however it is written down; nothing where that has no text."""
     calls = [_tool_call(call, "")["function"] for call in message.get("tool_calls", ())]
     try:
-        return orjson.dumps([message.get("content") or "", calls], option=orjson.OPT_SORT_KEYS)
-    except orjson.JSONEncodeError:
+        return write_json([message.get("content") or "", calls], orjson.OPT_SORT_KEYS)
+    except TypeError:
         return b""
 
 
@@ -140,6 +141,6 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where}.tool_calls must hold functions with a name, got {shown(call)}. Correct it")
     arguments = function.get("arguments", "{}")
     if isinstance(arguments, str):
-        with suppress(orjson.JSONDecodeError):  # else it stays as the model wrote it, and the template shows that
-            arguments = orjson.loads(arguments)
+        with suppress(ValueError):  # else it stays as the model wrote it, and the template shows that
+            arguments = read_json(arguments)
     return call | {"function": function | {"arguments": arguments}}

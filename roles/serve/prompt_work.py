@@ -21,12 +21,11 @@ from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 import numpy as np
-import orjson
 
 from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.processes.pool import Outcome, Pool
-from rondo.runtime.values import encode
+from rondo.runtime.values import encode, write_json
 
 QUICK_BYTES = 1 << 15
 QUICK_CPU_S, LONG_CPU_S = 0.1, 10.0
@@ -106,6 +105,6 @@ async def prompt_work(path: str, *, num_workers: int = 1) -> AsyncIterator[Promp
 
 def _json(asked: Mapping[str, Any]) -> bytes:
     try:
-        return orjson.dumps(asked)
+        return write_json(asked)
     except TypeError as error:
         raise ConfigError(f"what a prompt is made of must be JSON of few levels, got {error}. Flatten it") from error

@@ -27,12 +27,12 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import orjson
 
 from rondo.models.control_tokens import encoded, spelt, without_marks
 from rondo.roles.serve.pieces import REPLACEMENT
 from rondo.roles.serve.text import text_of
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.values import read_json
 
 _REPLIES = frozenset(("content", "reasoning_content", "reasoning", "thinking"))
 """Of an assistant's message, what a policy sampled, control tokens included."""
@@ -72,7 +72,7 @@ def do(tokenizer: Any, asked: Mapping[str, Any]) -> Any:
 
 
 def _timed(tokenizer: Any, told: bytes) -> Any:
-    asked = orjson.loads(told)
+    asked = read_json(told)
     signal.setitimer(signal.ITIMER_PROF, asked["cpu_s"])
     try:
         return do(tokenizer, asked)

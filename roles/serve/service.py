@@ -32,6 +32,7 @@ from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.admin.server import dumps, status_of
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
 from rondo.runtime.reference import uncollected
+from rondo.runtime.values import read_json
 from rondo.runtime.waits import wait_for
 
 if TYPE_CHECKING:
@@ -153,7 +154,7 @@ class Service:
             return parsed(content) if content else {}
         except DeadlineExceeded as late:
             raise TurnedDown(408, f"a body must come within {BODY_S:g} s, got part of it. Ask again") from late
-        except orjson.JSONDecodeError as error:
+        except ValueError as error:
             raise ConfigError(f"the body of {request.path} must be JSON, got {error}. Correct it") from error
 
     def session_of(self, request: web.Request) -> str | None:
@@ -185,7 +186,7 @@ def parsed(content: bytes) -> Any:
     """The value of JSON, without the garbage collector: a body may have a million values, none of them in a circle, and walking
     them again and again while they come holds everybody up."""
     with uncollected():
-        return orjson.loads(content)
+        return read_json(content)
 
 
 async def in_slices(values: Sequence[T], told: Callable[[T], Any]) -> orjson.Fragment:

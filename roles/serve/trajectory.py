@@ -32,6 +32,7 @@ from rondo.models.control_tokens import without_marks
 from rondo.roles.serve.requests import Answer, Ask
 from rondo.roles.serve.spans import Chains, Row, Span, in_text, in_tokens
 from rondo.runtime.admin.guard import TurnedDown
+from rondo.runtime.values import write_json
 
 _SHOWN = 24
 _CALL_BYTES = 1024
@@ -266,7 +267,7 @@ class Trajectories:
             session.num_bytes += leaf.num_bytes
         sampled = leaf.sample(answer.sampled, text)
         conversation = self._say(session, messages or ())
-        told = None if reply is None else orjson.dumps(reply)
+        told = None if reply is None else write_json(reply)
         session.num_bytes += sampled.num_bytes + _CALL_BYTES + len(told or b"")
         if untold and conversation is not None:
             session.untold[conversation.depth, said] = untold
@@ -282,7 +283,7 @@ class Trajectories:
     def _say(self, session: _Session, messages: Sequence[Mapping[str, Any]]) -> _Said | None:
         at: _Said | None = None
         for message in messages:
-            key = at, orjson.dumps(message)
+            key = at, write_json(message)
             if key not in session.said:
                 session.said[key] = _Said(*key, 1 if at is None else at.depth + 1)
                 session.num_bytes += len(key[1]) + _CALL_BYTES // 4

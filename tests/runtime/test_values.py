@@ -16,7 +16,7 @@ import orjson
 import pytest
 
 from rondo.runtime.errors import ProtocolError
-from rondo.runtime.values import as_json, decode, encode
+from rondo.runtime.values import as_json, decode, encode, read_json, write_json
 
 Point = namedtuple("Point", "x y")
 
@@ -164,3 +164,32 @@ def test_another_type_is_refused_with_its_place(value: Any, error: str) -> None:
 def test_text_that_no_value_has_is_refused(node: Any) -> None:
     with pytest.raises(ProtocolError, match="a value must be one that travels"):
         decode([node], [memoryview(bytearray(8))])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ((1 << 64) - 1, b"18446744073709551615"),
+        ({"a": [1 << 64, -(10**9)], "b": "\u2028漢"}, '{"a":[18446744073709551616,-1000000000],"b":"\u2028漢"}'.encode()),
+        ([10**400, None, 0.5, 1e300], b"[1" + b"0" * 400 + b",null,0.5,1e+300]"),
+        ("9" * 30, b'"' + b"9" * 30 + b'"'),
+    ],
+)  # fmt: skip
+def test_integers_of_any_size_are_exact_in_json(value: Any, text: bytes) -> None:
+    assert write_json(value) == text and read_json(text) == value == read_json(text.decode())
+    assert type(read_json(text)) is type(value)
+
+
+def test_what_orjson_writes_beside_json_is_written_beside_a_long_integer_too() -> None:
+    assert write_json({"b": np.arange(2), "a": 1 << 70}, orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_SORT_KEYS) == (
+        b'{"a":1180591620717411303424,"b":[0,1]}'
+    )
+    for value in ([1 << 70, math.nan], [1 << 70, "\ud800"], [1 << 70, object()], object()):
+        with pytest.raises(TypeError):
+            write_json(value)
+
+
+@pytest.mark.parametrize("beside", ["NaN", "1e400", '"\\ud800"', "1 2", "[" * 100_000, "1" * 5000])
+def test_what_is_no_json_is_refused_beside_a_long_integer_too(beside: str) -> None:
+    with pytest.raises(ValueError):  # each parser has its own words
+        read_json(f"[{1 << 70}, {beside}]")

@@ -23,6 +23,7 @@ import orjson
 from rondo.roles.engines.faults import NotThere
 from rondo.roles.engines.sglang.connections import MAX_BODY_BYTES, Connections
 from rondo.runtime.errors import ConfigError, PeerGone, Refused, RondoError
+from rondo.runtime.values import write_json
 from rondo.runtime.waits import wait_for
 
 _MAX_TEXT = 2000
@@ -106,7 +107,7 @@ class SGLangClient:
         return await wait_for(calling, name=f"sglang {path}", peer=self.url, deadline_s=deadline_s, moved=moved)
 
     async def _call(self, method: str, path: str, body: object, on_body: Callable[[bytes], None] | None = None) -> Any:
-        data = None if body is None else orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+        data = None if body is None else write_json(body, orjson.OPT_SERIALIZE_NUMPY)
         try:
             status, content = await self._connections.call(method, path, data, on_body=on_body)
         except RondoError:  # of what the parts of a stream say; some are connection errors, too

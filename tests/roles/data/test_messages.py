@@ -49,6 +49,10 @@ def test_calls_of_tools_need_no_content_and_bring_their_arguments_as_objects() -
     found = read_messages("a.jsonl:1", rows, config())
     assert found[1]["tool_calls"] == [{**call, "function": {"name": "add", "arguments": {"a": 1}}}]
     assert (found[0], found[2]) == (rows[0], rows[2])
+    call["function"] = {"name": "add", "arguments": '{"a": 36893488147419103233}'}
+    assert read_messages("a.jsonl:1", rows, config())[1]["tool_calls"][0]["function"]["arguments"] == {
+        "a": (1 << 65) + 1
+    }
     broken = [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}]
     assert read_messages("a.jsonl:1", broken, config()) == broken
 

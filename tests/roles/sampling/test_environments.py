@@ -155,7 +155,7 @@ async def look(context: str) -> dict[str, Any]:
 async def test_tools_answer_in_their_messages_and_what_goes_wrong_is_told_to_the_policy() -> None:
     found = await played(
         job(tools=[add, look]),
-        "Hm." + call("add", '{"a": 1, "b": 2}') + call("add", '{"a": 4}'),
+        "Hm." + call("add", '{"a": 1, "b": 2}') + call("add", f'{{"a": {1 << 65}}}'),
         call("look", '{"context": "home"}') + call("add", '{"x": 4}') + call("run", "{}"),
         "<tool_call>add(1)</tool_call>",
         "3",
@@ -164,13 +164,14 @@ async def test_tools_answer_in_their_messages_and_what_goes_wrong_is_told_to_the
     assert '"name": "add"' in found.prompts[0] and "the second" in found.prompts[0]
     wrong = "TypeError: missing a required argument: 'a'"
     said = [
-        ["3", "5"], ["Error: LookupError: home", f"Error: {wrong}", "Error: there is no tool 'run'. There are: add, look"],
+        ["3", str((1 << 65) + 1)],
+        ["Error: LookupError: home", f"Error: {wrong}", "Error: there is no tool 'run'. There are: add, look"],
         ["Error: the call could not be read. Write it as shown"],
     ]  # fmt: skip
     told = "<|im_end|>\n" + "".join(f"<|im_start|>tool\n{each}<|im_end|>\n" for each in said[0])
-    assert found.prompts[1] == found.prompts[0] + "Hm." + call("add", '{"a": 1, "b": 2}') + call("add", '{"a": 4}') + (
-        told + "<|im_start|>assistant\n"
-    )
+    assert found.prompts[1] == found.prompts[0] + "Hm." + call("add", '{"a": 1, "b": 2}') + call(
+        "add", f'{{"a": {1 << 65}}}'
+    ) + (told + "<|im_start|>assistant\n")
     for prompt, answers in zip(found.prompts[1:], said, strict=True):
         for each in answers:
             assert f"<|im_start|>tool\n{each}<|im_end|>" in prompt

@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import openai
-import orjson
 import torch
 
 from rondo.models.tiny.tokenizer import END_OF_TURN, build_tokenizer
@@ -31,6 +30,7 @@ from rondo.roles.serve.service import Service
 from rondo.roles.serve.trajectory import Trajectories
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.processes.pool import Outcome
+from rondo.runtime.values import read_json
 
 TOKEN = "a-token-of-a-test"
 MODEL = "speaker"
@@ -173,7 +173,7 @@ def in_thread(own: Any) -> PromptWork:
 
     async def run(lane: Lane, asked: bytes) -> Outcome:
         try:
-            return Outcome(await asyncio.to_thread(do, own, orjson.loads(asked)))
+            return Outcome(await asyncio.to_thread(do, own, read_json(asked)))
         except ConfigError as error:
             return Outcome(error=str(error), kind="ConfigError")
 

@@ -48,6 +48,8 @@ def test_the_chat_template_says_which_way_calls_are_written() -> None:
         ({"type": "string"}, "", ""),
         ({"type": "string"}, "a </parameter> in it", "a </parameter> in it"),
         ({"type": "integer"}, "7", 7),
+        ({"type": "integer"}, "36893488147419103233", 36893488147419103233),
+        ({"type": "array"}, "(36893488147419103233, 'a')", [36893488147419103233, "a"]),
         ({"type": "number"}, "-0.5", -0.5),
         ({"type": "number"}, "many", "many"),
         ({"type": "boolean"}, "true", True),
@@ -64,6 +66,11 @@ def test_the_chat_template_says_which_way_calls_are_written() -> None:
 )
 def test_a_value_without_quotes_is_what_the_schema_of_its_tool_says(schema: Any, text: str, value: Any) -> None:
     assert read(coder(("a", text)), tool(a=schema)) == {"a": value}
+
+
+def test_an_integer_of_any_size_is_called_with_as_it_was_written() -> None:
+    written = '{"name": "f", "arguments": {"a": 36893488147419103233}}'
+    assert call_reader("{}<tool_call>", [])(written) == Call("f", '{"a":36893488147419103233}')
 
 
 def test_values_of_tools_and_parameters_that_nobody_described_are_text() -> None:

@@ -141,7 +141,7 @@ async def test_the_result_of_a_tool_goes_back_to_the_model_as_the_template_shows
         heard.append(prompt)
         return "3"
 
-    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 36893488147419103233}'}}
     messages: Any = [
         *USER,
         {"role": "assistant", "content": None, "tool_calls": [call]},
@@ -149,7 +149,8 @@ async def test_the_result_of_a_tool_goes_back_to_the_model_as_the_template_shows
     ]
     async with serving(says) as served:
         await served.openai.chat.completions.create(model=MODEL, messages=messages)
-    assert f"<|im_start|>assistant\n{CALL}<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in heard[-1]
+    written = CALL.replace("1", "36893488147419103233")
+    assert f"<|im_start|>assistant\n{written}<|im_end|>\n<|im_start|>tool\n3<|im_end|>" in heard[-1]
 
 
 async def test_stop_strings_several_samples_and_lengths() -> None:
