@@ -18,7 +18,7 @@ import logging
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rondo.models.media.refs import MediaRef
@@ -62,6 +62,8 @@ class Row:
     """Of a pair: how far apart the rewards of its answers are to be."""
     source: str = ""
     """Of several sources: the one that it is of."""
+    columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """All columns of the row as the source has them, by their names there."""
 
 
 class Rows(Protocol):
@@ -252,7 +254,7 @@ def row_of(values: Mapping[str, Any], config: DataConfig, name: str) -> Row:
         raise RowError(
             f"{name}: {config.margin!r} must be a number, at least 0, got {margin!r:.80}. Correct or remove the row"
         )
-    return Row(name, prompt, label, metadata, media, tools, rejected, float(margin))
+    return Row(name, prompt, label, metadata, media, tools, rejected, float(margin), columns=values)
 
 
 def open_dataset(

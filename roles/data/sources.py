@@ -17,7 +17,7 @@ import json
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -180,7 +180,8 @@ class Parquet(Source):
         self._first_groups = np.cumsum([0] + [len(each) for each in sizes])
         self._first_rows = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])  # of every group, and the end
         self._name = paths[0].name if len(paths) == 1 else f"{paths[0].parent.name}/*.parquet"
-        self._decoded: OrderedDict[int, Any] = OrderedDict()
+        self._names = [] if schema is None else schema.names
+        self._decoded: OrderedDict[tuple[int, str], Any] = OrderedDict()
         self._decoding = threading.Lock()
         self.groups = None if num_bytes <= _HELD_BYTES else self._first_rows
         """First rows of the groups that are decoded at once, and the end; None where all is in memory."""
@@ -200,31 +201,36 @@ class Parquet(Source):
 
     def read(self, index: int, *, late: bool = True) -> Mapping[str, Any]:
         values = self._values(index)
-        return {**values, **self._read_late(index)} if late and self._late else values
+        read = values | self._read_late(index) if late and self._late else values
+        if len(read) == len(self._names):
+            return read
+        return ParquetRow(read, self._names, lambda name: self._values(index, name)[name])
 
     def name_of(self, index: int) -> str:
         return f"{self._name} row {index}"
 
-    def _values(self, index: int) -> dict[str, Any]:
+    def _values(self, index: int, other: str = "") -> dict[str, Any]:
+        """The held columns of a row, or the one `other` column of it."""
         table, at = self._table, index
-        if table is None:
+        if table is None or other:
             group = self._group_of(index)
-            table, at = self._group(index, group), index - int(self._first_rows[group])
+            table, at = self._group(index, group, other), index - int(self._first_rows[group])
         return {name: table.column(name)[at].as_py() for name in table.column_names}
 
     def _group_of(self, index: int) -> int:
         return int(np.searchsorted(self._first_rows, index, side="right")) - 1
 
-    def _group(self, index: int, group: int) -> Any:
-        """The decoded group, one at a time; the newest stay, up to `_HELD_BYTES`."""
+    def _group(self, index: int, group: int, other: str) -> Any:
+        """The held columns of a group of rows, or the one `other` column, decoded; the newest stay, up to `_HELD_BYTES`."""
+        key, columns = (group, other), [other] if other else self._held
         with self._decoding:
-            if group not in self._decoded:
+            if key not in self._decoded:
                 with self._opened(index, group) as (file, local):
-                    self._decoded[group] = file.read_row_group(local, columns=self._held, use_threads=False)
+                    self._decoded[key] = file.read_row_group(local, columns=columns, use_threads=False)
                 while len(self._decoded) > 1 and sum(each.nbytes for each in self._decoded.values()) > _HELD_BYTES:
                     self._decoded.popitem(last=False)
-            self._decoded.move_to_end(group)
-            return self._decoded[group]
+            self._decoded.move_to_end(key)
+            return self._decoded[key]
 
     def _read_late(self, index: int) -> Mapping[str, Any]:
         """Decodes the row's group of rows up to it, a few at a time. Nothing in a parquet file says where a single value is."""
@@ -270,6 +276,27 @@ class Parquet(Source):
             raise Fatal(
                 f"data.path must name whole parquet files, got {self._paths[number]}: {error}. Write it again"
             ) from error
+
+
+class ParquetRow(Mapping[str, Any]):
+    """A row of parquet files with all of its columns: those that are not among `values` are read when they are looked up."""
+
+    def __init__(self, values: dict[str, Any], names: Sequence[str], read: Callable[[str], Any]) -> None:
+        self._values, self._names, self._read = values, names, read
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._values and name in self._names:
+            self._values[name] = self._read(name)
+        return self._values[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
 
 
 class Listed(Source):

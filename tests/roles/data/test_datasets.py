@@ -67,6 +67,7 @@ def test_jsonl_rows_are_read_by_number(tmp_path: Path) -> None:
     data = open_dataset(config(write_jsonl(tmp_path / "a.jsonl", ROWS), metadata="info"))
     assert len(data) == 40
     assert data.row(39) == Row("a.jsonl:40", "39 + 39?", "78", {"level": 0})
+    assert data.row(39).columns == ROWS[39]
     assert prompts(data) == [row["question"] for row in ROWS]
 
 
@@ -130,6 +131,33 @@ def test_parquet_gives_the_same_rows_as_jsonl(tmp_path: Path) -> None:
     for i in range(40):
         mine, other = ours.row(i), theirs.row(i)
         assert (mine.prompt, mine.label, mine.metadata) == (other.prompt, other.label, other.metadata)
+
+
+@pytest.mark.parametrize("held", [1, 1 << 28], ids=["in files", "in memory"])
+def test_a_row_of_parquet_has_every_column_and_decodes_those_that_nobody_named_when_they_are_looked_up(
+    tmp_path: Path, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rondo.roles.data.sources._HELD_BYTES", held)
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{**row, "level": i, "long": "x" * i} for i, row in enumerate(ROWS)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows[:15]), tmp_path / "a.parquet", row_group_size=4)
+    parquet.write_table(pyarrow.Table.from_pylist(rows[15:]), tmp_path / "b.parquet")
+    read, read_row_group = set[str](), parquet.ParquetFile.read_row_group
+
+    def counted(self: Any, at: int, columns: list[str], **options: Any) -> Any:
+        read.update(columns)
+        return read_row_group(self, at, columns=columns, **options)
+
+    monkeypatch.setattr(parquet.ParquetFile, "read_row_group", counted)
+    data = open_dataset(config(tmp_path, metadata="info"))
+    columns = [data.row(i).columns for i in range(40)]
+    assert [row["level"] for row in columns] == list(range(40))
+    assert list(columns[0]) == ["question", "answer", "info", "level", "long"]
+    assert "long" in columns[0]
+    assert "long" not in read
+    assert [dict(row) for row in columns] == rows
+    with pytest.raises(KeyError):
+        columns[0]["none"]
 
 
 def test_parquet_without_a_named_column_is_refused(tmp_path: Path) -> None:
