@@ -31,8 +31,8 @@ from rondo.runtime.values import Encoded, encode
 @dataclass(frozen=True, slots=True)
 class RewardItem:
     """One response to score. `label` and `metadata` come from the data set and reach the function as they are. How the response
-    ended (one of `FINISHES`), its tokens, their limit and the texts of its turns reach one that asks for them by name
-    (`worker.ASKED_FOR`)."""
+    ended (one of `FINISHES`), its tokens, their limit, the texts of its turns and whether the prompt opened a thought reach one
+    that asks for them by name (`worker.ASKED_FOR`)."""
 
     response: str
     label: Any = None
@@ -42,6 +42,7 @@ class RewardItem:
     num_tokens: int = 1
     max_new_tokens: int = 1
     turns: Sequence[str] = ()
+    in_thought: bool | None = None
     tools: Sequence[Any] = ()
     """Those of the row, for a judge that is shown the prompt as the policy was."""
     media: Sequence[MediaRef] = ()

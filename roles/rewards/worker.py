@@ -5,7 +5,7 @@ Owns loading the function, and how it is called. Does not own what its result mu
 the standard library and orjson, and what the user's module imports.
 
     score = in_worker("rondo.roles.rewards.worker:open_function", {"function": "rewards.py:exact"})
-    score(["1234", "1234", "s3142>", {}, ["stop", 5, 64, ["1234"]]])      # [1.0, {}]: score, details
+    score(["1234", "1234", "s3142>", {}, ["stop", 5, 64, ["1234"], False]])      # [1.0, {}]: score, details
 
 A function is called with response, label, prompt and metadata, and with those of `ASKED_FOR` that are among its parameters. One
 over a whole prompt group is called with the responses of all its samples in the place of one, and lists in those of `ASKED_FOR`;
@@ -26,9 +26,9 @@ from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 from rondo.runtime.values import Encoded, encode
 
-ASKED_FOR = ("finish_reason", "num_tokens", "max_new_tokens", "turns")
-"""What a function may ask for by name: how the response ended ("stop", "length" or "aborted"), its tokens, their limit, and a
-list of what the policy said in each turn."""
+ASKED_FOR = ("finish_reason", "num_tokens", "max_new_tokens", "turns", "in_thought")
+"""What a function may ask for by name: how the response ended ("stop", "length" or "aborted"), its tokens, their limit, a list
+of what the policy said in each turn, and whether the prompt, as the policy got it, opened a thought (None: not known)."""
 IS_ASYNC = "is it async?"
 
 

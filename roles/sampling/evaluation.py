@@ -37,6 +37,7 @@ from rondo.roles.data.media import originals_of
 from rondo.roles.data.row_filters import Filtered
 from rondo.roles.engines.engine import Completion, Engine, Request, SamplingParams, sample_seed
 from rondo.roles.engines.stops import Stops, whole_sample
+from rondo.roles.rewards.hub.named import ends_in_thought
 from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
 from rondo.roles.sampling.columns import finish_of, turns_of
 from rondo.roles.sampling.episode import Limits, Made
@@ -53,6 +54,8 @@ none}."""
 _WORKFLOW = "workflow of an evaluation"
 _LAST = -1
 """A priority below that of all others."""
+_PROMPT_END = 16
+"""Tokens at the end of a prompt, of which the last may open a thought."""
 SET = "evaluation set"
 """In the metadata of a row: its set, where that has a reward of its own."""
 Prepare = Callable[[Row, DataConfig], Awaitable[tuple[np.ndarray, MediaInputs | None]]]
@@ -355,5 +358,6 @@ def _item_of(tokenizer: Any, row: Row, made: Made, max_new_tokens: int, refs: Se
         text, texts = "", [""]
     size = len(done.tokens)
     return RewardItem(
-        text, row.label, row.prompt, row.metadata, finish_of(done), size, max_new_tokens, texts, row.tools, refs
-    )
+        text, row.label, row.prompt, row.metadata, finish_of(done), size, max_new_tokens, texts,
+        ends_in_thought(tokenizer.decode(made.rows[-1].prompt[-_PROMPT_END:].tolist())), row.tools, refs,
+    )  # fmt: skip

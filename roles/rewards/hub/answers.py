@@ -1,7 +1,7 @@
 """Rewards for one right answer, compared as text, and where in a response an answer stands.
 
 Owns the readers of answers that the other files of the hub use. Does not own what is equal as mathematics (`symbolic.py`).
-Imports the standard library alone. Every reader is linear in the response.
+Every reader is linear in the response.
 
     gsm8k("6 times 12 is 72.\\n#### 72", "... #### 72", prompt="...", metadata={})    ->   1.0
 
@@ -17,6 +17,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from typing import Any
+
+from rondo.roles.rewards.hub.named import named
 
 LETTERS = string.ascii_uppercase[:8]
 _BRACE = re.compile(r"[{}]")
@@ -35,18 +37,21 @@ _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
+@named
 def exact(response: str, label: Any, *, prompt: Any, metadata: Any, inside: str | None = None) -> float:
     """1 for the label and nothing else; spaces at both ends do not count."""
     answer = found_in(response, inside)
     return float(answer is not None and answer.strip() in right_answers(label))
 
 
+@named
 def boxed(response: str, label: Any, *, prompt: Any, metadata: Any) -> float:
     """1 where the last \\boxed{...} holds the label, as text without spaces."""
     answer = last_boxed(response)
     return float(answer is not None and _bare(answer) in map(_bare, right_answers(label)))
 
 
+@named
 def gsm8k(response: str, label: Any, *, prompt: Any, metadata: Any, anywhere: bool = False) -> float:
     """1 for the label's number behind the first "####" or, `anywhere`, as the last number of the response. The label is a number,
     or an answer of GSM8K with one behind "####"."""
@@ -59,12 +64,14 @@ def gsm8k(response: str, label: Any, *, prompt: Any, metadata: Any, anywhere: bo
     )
 
 
+@named
 def multiple_choice(response: str, label: Any, *, prompt: Any, metadata: Any, inside: str | None = "answer") -> float:
     """1 where the <answer> is the label's: letters as "B", "(B)" or "B. Paris", other texts as they are."""
     answer = found_in(response, inside)
     return float(answer is not None and _chosen(answer) in map(_chosen, map(_untagged, right_answers(label))))
 
 
+@named
 def gpqa(response: str, label: Any, *, prompt: Any, metadata: Any) -> float:
     """1 for the letter of the right choice, said as "Answer: B" or as the last letter that stands alone; or, where no letter is
     said, for its text. The label is a letter, a number (0 is A), or the text of one of `metadata["choices"]`."""
@@ -72,18 +79,18 @@ def gpqa(response: str, label: Any, *, prompt: Any, metadata: Any) -> float:
     choices = [str(each) for each in (given.values() if isinstance(given, Mapping) else given)]
     letters = string.ascii_uppercase[: len(choices)] if choices else LETTERS
     right = str((metadata or {}).get("correct_letter") or _letter_of(label, choices, letters) or "").upper()
-    said = response.rpartition("</think>")[2]
-    letter = _said_letter(said, letters)
+    letter = _said_letter(response, letters)
     if letter is not None and right:
         return float(letter == right)
     texts = [
         *([choices[letters.index(right)]] if right in letters and choices and right else ()),
         *right_answers(label),
     ]
-    words = f" {_words(said)} "
+    words = f" {_words(response)} "
     return float(any(len(text) > 1 and f" {_words(text)} " in words for text in texts if _words(text)))
 
 
+@named
 def f1(response: str, label: Any, *, prompt: Any, metadata: Any, inside: str | None = None) -> float:
     """SQuAD's F1 of the words in answer and label (Rajpurkar et al. 2016), without case, punctuation and articles; the best of
     several labels. "yes", "no" and "noanswer" are equal or worth nothing (HotpotQA)."""

@@ -9,9 +9,11 @@ from typing import Any
 
 from rondo.roles.data.gym import KEY, score
 from rondo.roles.rewards.hub.answers import found_in
+from rondo.roles.rewards.hub.named import named
 from rondo.runtime.errors import ConfigError
 
 
+@named
 def reasoning_gym(response: str, label: Any, *, prompt: Any, metadata: Any, inside: str | None = "answer") -> float:
     """What the data set of the row says of the answer, mostly from 0 to 1. `inside` None: the whole response."""
     row = (metadata or {}).get(KEY)

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
+from rondo.roles.rewards.hub.named import named
 from rondo.roles.rewards.hub.processor_time import TookTooLong, at_most
 from rondo.roles.rewards.scores import RewardError
 from rondo.runtime.errors import ConfigError
@@ -34,7 +35,7 @@ _DATA = {
 
 try:
     import nltk
-    from if_verifiable.common import get_loose_transformations, strip_thinking
+    from if_verifiable.common import get_loose_transformations
     from langdetect import DetectorFactory, detector_factory
 except ModuleNotFoundError as error:
     raise ConfigError(
@@ -47,15 +48,17 @@ detector_factory.init_factory()  # the languages that it knows, in most of a sec
 logging.getLogger().addFilter(lambda record: not str(record.msg).startswith("Unable to detect language"))
 
 
+@named
 def ifeval(
     response: str, label: Any, *, prompt: Any, metadata: Any, every: bool = True, loose: bool = False
 ) -> dict[str, Any]:
     """1 where every instruction of the row is followed, or, without `every`, the part that is (Zhou et al. 2023). `loose`: in the
     response, or in it without its first line, its last, or its asterisks. The row is `google/IFEval`'s: `instruction_id_list` and
-    `kwargs` in its metadata. What a response thinks up to "</think>" does not count."""
+    `kwargs` in its metadata."""
     return _scored("ifeval", response, prompt, metadata, every, loose)
 
 
+@named
 def ifbench(
     response: str, label: Any, *, prompt: Any, metadata: Any, every: bool = True, loose: bool = False
 ) -> dict[str, Any]:
@@ -71,8 +74,7 @@ def _scored(name: str, response: str, prompt: Any, metadata: Any, every: bool, l
             f"a row of {name} must have instruction_id_list and as many kwargs in its metadata, got {names!r:.80}. Add them "
             "with data.metadata_key"
         )
-    said = strip_thinking(response) if "<think>" in response or "</think>" in response else response
-    forms = get_loose_transformations(said) if loose else [said]
+    forms = get_loose_transformations(response) if loose else [response]
     forms = [each for each in dict.fromkeys(forms) if each.strip()]
     followed: dict[str, bool] = {}
     for each, own in zip(names, settings, strict=True):

@@ -12,6 +12,7 @@ import re
 from typing import Any
 
 from rondo.roles.rewards.hub.answers import right_answers
+from rondo.roles.rewards.hub.named import named
 
 _LOOKED_AT = 300
 """Characters at the end of a response. The longest answer of MATH-500 has 159."""
@@ -33,6 +34,7 @@ _FRACTION = re.compile(r"frac([^{])(.)")
 _ROOT = re.compile(r"sqrt([^{])")
 
 
+@named
 def dapo(response: str, label: Any, *, prompt: Any, metadata: Any) -> dict[str, Any]:
     """1 for a right answer, else -1 (Yu et al. 2025, arXiv 2503.14476); `accuracy` is 1 or 0."""
     found = _ANSWER.findall(response[-_LOOKED_AT:])

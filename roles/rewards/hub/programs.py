@@ -23,6 +23,7 @@ from dataclasses import replace
 from decimal import Decimal, InvalidOperation
 from typing import Any, NamedTuple
 
+from rondo.roles.rewards.hub.named import named
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.sandbox.sandbox import Limits, Ran, Sandbox, sandbox
 
@@ -60,6 +61,7 @@ class Case(NamedTuple):
     tests: str | None = None
 
 
+@named
 def code(
     response: str,
     label: Any,

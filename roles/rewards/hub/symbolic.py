@@ -16,6 +16,7 @@ import re
 from typing import Any
 
 from rondo.roles.rewards.hub.answers import last_boxed, last_tagged, right_answers
+from rondo.roles.rewards.hub.named import named
 from rondo.roles.rewards.hub.processor_time import TookTooLong, at_most
 from rondo.runtime.errors import ConfigError
 
@@ -43,6 +44,7 @@ _TOWER = re.compile(r"(?:\^|\*\*)\s*[{(\s]*[-+]?[\d.]+[\s})]*(?:\^|\*\*|!)|[\d})
 _UNTYPED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
+@named
 def math(response: str, label: Any, *, prompt: Any, metadata: Any) -> float:
     """1 where the last \\boxed{...}, or without one the last expression, equals the label."""
     answer = last_boxed(response)
@@ -50,27 +52,27 @@ def math(response: str, label: Any, *, prompt: Any, metadata: Any) -> float:
                      for right in right_answers(label)))  # fmt: skip
 
 
-def deepscaler(response: str, label: Any, *, prompt: Any, metadata: Any) -> float:
+@named
+def deepscaler(response: str, label: Any, *, prompt: Any, metadata: Any, whole: str = "") -> float:
     """1 where the solution behind "</think>" or "###Response" has the label in its last box (DeepScaleR)."""
-    _, thought, solution = response.rpartition("</think>")
-    if not thought:
-        _, thought, solution = response.partition("###Response")
-    answer = last_boxed(solution) if thought else None
+    _, mark, solution = response.rpartition("###Response")
+    answer = last_boxed(solution) if mark or response != whole else None
     return float(answer is not None and any(same(answer, right) for right in right_answers(label) if right))
 
 
-def geo3k(response: str, label: Any, *, prompt: Any, metadata: Any) -> dict[str, float]:
+@named
+def geo3k(response: str, label: Any, *, prompt: Any, metadata: Any, whole: str = "") -> dict[str, float]:
     """0.9 for the label in the last box and 0.1 for the form <think>...</think>...\\boxed{...}: `accuracy` and `format`."""
     answer = last_boxed(response)
     accuracy = float(answer is not None and any(same(answer, right) for right in right_answers(label)))
-    _, thought, solution = response.rpartition("</think>")
-    form = float(response.startswith("<think>") and bool(thought) and last_boxed(solution) is not None)
+    form = float(whole.startswith("<think>") and "</think>" in whole and answer is not None)
     return {"score": 0.9 * accuracy + 0.1 * form, "accuracy": accuracy, "format": form}
 
 
-def openr1mm(response: str, label: Any, *, prompt: Any, metadata: Any) -> float:
+@named
+def openr1mm(response: str, label: Any, *, prompt: Any, metadata: Any, whole: str = "") -> float:
     """1 where the <answer> equals the label as mathematics or as text. More than one thought or answer is worth nothing."""
-    if any(response.count(tag) > 1 for tag in ("</think>", "<answer>", "</answer>")):
+    if any(whole.count(tag) > 1 for tag in ("</think>", "<answer>", "</answer>")):
         return 0.0
     answer = last_tagged(response, "answer")
     said = response if answer is None else answer

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import nltk
 import pytest
-from langdetect import detector_factory
 
 from benchmarks.rewards_cases import Case
 from benchmarks.rewards_instructions import IFBENCH, IFEVAL
@@ -17,29 +15,7 @@ from rondo.roles.rewards.hub import ifbench, ifeval, instructions
 from rondo.roles.rewards.scores import RewardError
 from rondo.runtime.errors import ConfigError
 
-_STOP_WORDS = "a has high i is the this"
-"""Of nltk's, those that the cases have."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def language_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """nltk's own is a download: sentences end as they do without known abbreviations, and one word is a verb."""
-    folder = tmp_path_factory.mktemp("nltk")
-    tagger = f"taggers/{(name := 'averaged_perceptron_tagger_eng')}/{name}"
-    files = dict.fromkeys(("abbrev_types.txt", "collocations.tab", "ortho_context.tab", "sent_starters.txt"), "")
-    files = {f"tokenizers/punkt_tab/english/{name}": text for name, text in files.items()} | {
-        "tokenizers/punkt/none": "", "corpora/stopwords/english": "\n".join(_STOP_WORDS.split()),
-        f"{tagger}.weights.json": "{}", f"{tagger}.tagdict.json": '{"Does": "VBZ"}',
-        f"{tagger}.classes.json": '["NN"]',
-    }  # fmt: skip
-    for path, text in files.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
-    instructions._checkers.cache_clear()
-    nltk.data.path.insert(0, str(folder))
-    assert detector_factory._factory is not None  # what takes most of a second is there before the first answer
-    yield
-    nltk.data.path.remove(str(folder))
+pytestmark = pytest.mark.usefixtures("language_data")
 
 
 @pytest.fixture(autouse=True)

@@ -51,7 +51,7 @@ def score(
 ) -> Any:
     config = RewardConfig(function=function, **settings)
     given = config.model_dump(include={"function", "per", "components", "by", "args"})
-    item = [response, "72", "6 * 12", metadata or {}, told or ["stop", 2, 64, []]]
+    item = [response, "72", "6 * 12", metadata or {}, told or ["stop", 2, 64, [], None]]
     return decode(orjson.loads(in_worker(OPEN, given)(item).text))
 
 
@@ -95,7 +95,7 @@ def test_functions_that_wait_for_others_do_so_beside_plain_ones_in_the_process_o
 
 def test_over_a_group_each_function_scores_every_response() -> None:
     weights = {"ranks": 1.0, "again": 10.0}
-    told = [["stop"] * 2, [1, 1], [64, 64], [[], []]]
+    told = [["stop"] * 2, [1, 1], [64, 64], [[], []], [None] * 2]
     found = score(["b", "a"], {"ranks": ranks, "again": ranks}, told=told, per="group", components=weights)
     assert found == [[11.0, {"ranks": 1.0, "again": 1.0}], [0.0, {"ranks": 0.0, "again": 0.0}]]
     with pytest.raises(RewardError, match="each return one score a response, got 2 of ranks, 1 of again"):
