@@ -260,7 +260,7 @@ config = RunConfig(
     name="quickstart",
     num_steps=8,
     max_staleness=4,
-    groups=fully_async(rollout_replicas=2),
+    role_groups=fully_async(rollout_replicas=2),
     roles={"rollout": AgentsRollout},
     model=ModelConfig(build=build),
     data=DataConfig(rows=questions, label=None, apply_chat_template=True),

@@ -65,7 +65,7 @@ def settings_of(name: str, mode: str, seed: int, lr: float, steps: int, folder: 
     groups = [group.model_dump(mode="json") for group in getattr(modes, kind)(**critic if valued else {})]
     found = {
         "name": "cell", "run_dir": str(folder), "seed": seed, "num_steps": steps, "max_staleness": int(staleness),
-        "groups": groups, "algorithm": {"name": name}, "train.lr": lr, "reward.function": f"{__file__}:sorted_digits",
+        "role_groups": groups, "algorithm": {"name": name}, "train.lr": lr, "reward.function": f"{__file__}:sorted_digits",
         "reward.components": {"right": 1.0, "places": 0.5},
     }  # fmt: skip
     if valued:

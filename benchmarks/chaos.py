@@ -90,9 +90,9 @@ def roles_of(role: str) -> dict[str, str]:
 
 
 def settings(role: str, kind: str) -> list[str]:
-    ppo = {"groups": [{"name": name, "roles": [name]} for name in roles_of(role)], "algorithm": {"name": "ppo"}}
+    ppo = {"role_groups": [{"name": name, "roles": [name]} for name in roles_of(role)], "algorithm": {"name": "ppo"}}
     limits = [each for each in LIMITS if role in ENGINES or "sglang" not in each]
-    two = {"actor": "groups.1.processes=2", "reference": "groups.3.processes=2"}
+    two = {"actor": "role_groups.1.processes=2", "reference": "role_groups.3.processes=2"}
     critic = [f"{name}={json.dumps(value)}" for name, value in ppo.items()] if role == "critic" else []
     return [
         *SMALL, *limits, *critic, f"roles={json.dumps(roles_of(role))}", *([two[role]] if kind == "ranks" else []),

@@ -126,7 +126,7 @@ def job(path: str, mesh: MeshConfig = MeshConfig()) -> JobConfig:  # noqa: B008 
     """So small a rate that the weights stay those of the engine: what a step costs does not depend on it."""
     return JobConfig(
         name="experts", num_steps=1000, model=ModelConfig(path=path), data=DataConfig(rows=fit.rows, label="answer"),
-        reward=RewardConfig(function=fit.reward), algorithm=AlgorithmConfig(normalizer="token"),
+        reward=RewardConfig(function=fit.reward), algorithm=AlgorithmConfig(loss_aggregation="token"),
         rollout=RolloutConfig(prompts_per_step=1, samples_per_prompt=2, max_prompt_tokens=NUM_PROMPT, max_new_tokens=NUM_NEW),
         train=TrainConfig(mesh=mesh, lr=1e-12, router_replay="r3", hot_snapshot=False, clip_grad_norm=0.5),
     )  # fmt: skip

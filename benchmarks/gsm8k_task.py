@@ -22,7 +22,7 @@ config = RunConfig(
     name="gsm8k",
     num_steps=12,
     max_staleness=1,
-    groups=hybrid(threads=2),
+    role_groups=hybrid(threads=2),
     model=ModelConfig(path="smollm2.gguf"),
     data=DataConfig(
         path="gsm8k/train.jsonl",

@@ -86,7 +86,7 @@ def main() -> None:
         groups = '[{"name": "rollout", "roles": ["rollout"]}, {"name": "actor", "roles": ["actor", "advantages"]}]'
         same = {
             "model": json.dumps({"path": model, "dtype": "float32"}), "num_steps": options.steps, "max_staleness": 0,
-            "algorithm.kl_coef": 0, **({"sft": "null", "groups": groups} if options.config == QUICKSTART else {}),
+            "algorithm.kl_coef": 0, **({"sft": "null", "role_groups": groups} if options.config == QUICKSTART else {}),
         }  # fmt: skip
         kinds = {
             "full": {"train.lr": options.full_lr},

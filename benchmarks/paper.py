@@ -84,7 +84,7 @@ def config_of(replay: Replay, folder: Path, *, hot_snapshot: bool) -> RunConfig:
         name=f"{SHORT[replay.model]}-{replay.mode}-{replay.time_scale:g}".replace("_", "-"),
         num_steps=replay.num_steps,
         max_staleness=0 if colocated else 1,
-        groups=colocate(reference=True, actor_fwd=True)
+        role_groups=colocate(reference=True, actor_fwd=True)
         if colocated
         else fully_async(reference_replicas=1, actor_fwd_replicas=1),
         run_dir=folder,

@@ -34,7 +34,7 @@ def settings_of(name: str, seed: int, steps: int, model: str, teacher: Path) -> 
         return found | {"algorithm": json.dumps({"name": name})}
     groups = [group.model_dump(mode="json") for group in hybrid(threads=2, teacher=True)]
     taught = {"teacher": {"model": {"path": str(teacher)}}, "task_coef": 0.0}
-    return found | {"groups": json.dumps(groups), "distillation": json.dumps(taught)}
+    return found | {"role_groups": json.dumps(groups), "distillation": json.dumps(taught)}
 
 
 def cell(name: str, seed: int, steps: int, model: str, teacher: Path) -> dict[str, Any]:

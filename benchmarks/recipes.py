@@ -79,7 +79,7 @@ def tiny(config: Path) -> dict[str, Any]:
     rollout = {"prompts_per_step": 16, "samples_per_prompt": 8, "max_prompt_tokens": 256, "max_new_tokens": 6}
     sections = {
         "model": {"build": f"rondo.models.tiny.{family}:build", "build_args": build_args},
-        "groups": [group.model_dump(mode="json") for group in colocate()],
+        "role_groups": [group.model_dump(mode="json") for group in colocate()],
         "rollout": rollout | {"num_slots": 128},
         "train": {"lr": 3e-4, "micro_batch_tokens": 8192},
         "bus": {},

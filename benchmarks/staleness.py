@@ -38,7 +38,7 @@ def run(staleness: int, seed: int, num_steps: int, sets: Sequence[str], folder: 
     """One quick start, as rows of the csv."""
     settings = [f"max_staleness={staleness}", f"seed={seed}", f"num_steps={num_steps}", f"run_dir={folder}", *sets]
     if staleness == 0:
-        settings.append(f"groups={json.dumps(_without_actor_fwd())}")
+        settings.append(f"role_groups={json.dumps(_without_actor_fwd())}")
     command = [sys.executable, "-m", "rondo.launch.cli", "train", str(QUICKSTART)]
     command += [part for setting in settings for part in ("--set", setting)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=_RUN_LIMIT_S, check=False)

@@ -74,7 +74,7 @@ def config_of(spec: dict[str, Any]) -> RunConfig:
         name="trl",
         num_steps=spec["steps"],
         max_staleness=spec["staleness"],
-        groups=groups_of(spec["mode"], spec["threads"]),
+        role_groups=groups_of(spec["mode"], spec["threads"]),
         run_dir=Path(spec["run_dir"]),
         model=ModelConfig(path=spec["model"], dtype=spec["dtype"]),
         data=data,

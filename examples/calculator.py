@@ -79,7 +79,7 @@ config = RunConfig(
     name="calculator",
     num_steps=50,
     max_staleness=1,
-    groups=fully_async(),
+    role_groups=fully_async(),
     model=ModelConfig(
         build="rondo.models.tiny.qwen3:build",
         build_args={"hidden_size": 128, "num_layers": 2},
@@ -87,7 +87,7 @@ config = RunConfig(
     data=DataConfig(rows=sums, held_out=128),
     evaluation=EvalConfig(num_prompts=128),
     reward=RewardConfig(function=right),
-    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
+    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, loss_aggregation="token"),
     rollout=RolloutConfig(
         prompts_per_step=32,
         samples_per_prompt=8,

@@ -58,7 +58,7 @@ config = RunConfig(
     name="curriculum",
     num_steps=80,
     max_staleness=1,
-    groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
+    role_groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
     data=DataConfig(rows=mixed, filter=answered, curriculum=CurriculumConfig(rest_steps=40)),
     evaluation=EvalConfig(data=DataConfig(rows=held_out), num_prompts=256),
     reward=RewardConfig(function=exact_or_any),

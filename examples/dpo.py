@@ -36,7 +36,7 @@ def pairs(num_rows: int = 4096, seed: int = 2) -> list[dict[str, str]]:
 config = RunConfig(
     name="dpo",
     job="dpo",
-    groups=trainer(rollout=True),
+    role_groups=trainer(rollout=True),
     model=ModelConfig(build=base, build_args={"steps": 120}),
     dpo=DpoConfig(
         data=DataConfig(rows=pairs, label="chosen", rejected="rejected", held_out=256),

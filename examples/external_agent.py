@@ -53,14 +53,14 @@ config = RunConfig(
     name="external_agent",
     num_steps=16,
     max_staleness=1,
-    groups=fully_async(),
+    role_groups=fully_async(),
     model=ModelConfig(
         build="rondo.models.tiny.qwen3:build",
         build_args={"hidden_size": 128, "num_layers": 2},
     ),
     data=DataConfig(rows=sums, prompt="numbers", label=None, held_out=16),
     evaluation=EvalConfig(num_prompts=16),
-    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
+    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, loss_aggregation="token"),
     rollout=RolloutConfig(
         prompts_per_step=8,
         samples_per_prompt=8,

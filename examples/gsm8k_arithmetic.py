@@ -58,12 +58,12 @@ config = RunConfig(
     name="gsm8k_arithmetic",
     num_steps=200,
     max_staleness=1,
-    groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
+    role_groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 128, "num_layers": 3}),
     data=DataConfig(path="gsm8k/train.jsonl", transform=steps, held_out=1000),
     evaluation=EvalConfig(num_prompts=1000),
     reward=RewardConfig(function="exact"),
-    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.01, normalizer="token"),
+    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.01, loss_aggregation="token"),
     rollout=RolloutConfig(
         prompts_per_step=32, samples_per_prompt=8, max_prompt_tokens=8, max_new_tokens=8, num_slots=256
     ),

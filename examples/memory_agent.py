@@ -87,7 +87,7 @@ config = RunConfig(
     name="memory_agent",
     num_steps=40,
     max_staleness=1,
-    groups=fully_async(),
+    role_groups=fully_async(),
     model=ModelConfig(
         build="rondo.models.tiny.qwen3:build",
         build_args={"hidden_size": 128, "num_layers": 2},
@@ -95,7 +95,7 @@ config = RunConfig(
     data=DataConfig(rows=texts, metadata="metadata", held_out=256),
     evaluation=EvalConfig(num_prompts=256),
     reward=RewardConfig(function=right),
-    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
+    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, loss_aggregation="token"),
     rollout=RolloutConfig(
         prompts_per_step=16,
         samples_per_prompt=8,

@@ -22,7 +22,7 @@ config = RunConfig(
     | {
         "name": "moe_r3",
         "num_steps": 100,
-        "groups": fully_async(),
+        "role_groups": fully_async(),
         "model": ModelConfig(
             build="rondo.models.tiny.qwen3:build",
             build_args={
@@ -34,7 +34,7 @@ config = RunConfig(
             },
             dtype="bfloat16",
         ),
-        "algorithm": AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
+        "algorithm": AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, loss_aggregation="token"),
         "train": TrainConfig(
             lr=2e-4, warmup_steps=5, micro_batch_tokens=4096, router_replay="r3", router_aux_loss_coef=1e-3
         ),

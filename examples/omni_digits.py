@@ -72,7 +72,7 @@ def make(modality: str) -> RunConfig:
         name=f"{modality}_digits",
         num_steps=200,
         max_staleness=0,
-        groups=fully_async(),
+        role_groups=fully_async(),
         model=ModelConfig(
             build="rondo.models.tiny.qwen3_omni:build", build_args={"mel_bins": 64, "max_positions": 512}
         ),
@@ -82,7 +82,7 @@ def make(modality: str) -> RunConfig:
             num_prompts=NUM_HELD_OUT, data=DataConfig(rows=held_out, apply_chat_template=True, shuffle=False)
         ),
         reward=RewardConfig(function=digits.exact),
-        algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
+        algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, loss_aggregation="token"),
         rollout=RolloutConfig(
             prompts_per_step=16,
             samples_per_prompt=8,

@@ -51,7 +51,7 @@ config = RunConfig(
     name="on_policy_distillation",
     num_steps=60,
     max_staleness=1,
-    groups=fully_async(teacher_replicas=1),
-    algorithm=AlgorithmConfig(name="grpo", normalizer="token"),
+    role_groups=fully_async(teacher_replicas=1),
+    algorithm=AlgorithmConfig(name="grpo", loss_aggregation="token"),
     distillation=DistillationConfig(teacher=TeacherConfig(model=ModelConfig(build=train_teacher)), task_coef=0.0),
 )

@@ -58,7 +58,7 @@ config = RunConfig(
     name="ppo",
     num_steps=150,
     max_staleness=1,
-    groups=fully_async(critic_processes=1),
+    role_groups=fully_async(critic_processes=1),
     model=ModelConfig(
         build="rondo.models.tiny.qwen3:build",
         build_args={"hidden_size": 128, "num_layers": 2},

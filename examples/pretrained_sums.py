@@ -34,7 +34,7 @@ config = RunConfig(
     name="pretrained_sums",
     num_steps=36,
     max_staleness=1,
-    groups=hybrid(threads=2),
+    role_groups=hybrid(threads=2),
     model=ModelConfig(path="smollm2.gguf"),
     data=DataConfig(rows=sums, apply_chat_template=True, held_out=200),
     evaluation=EvalConfig(num_prompts=200),

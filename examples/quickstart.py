@@ -54,7 +54,7 @@ config = RunConfig(
     name="quickstart",
     num_steps=150,
     max_staleness=1,
-    groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
+    role_groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
     model=ModelConfig(
         build="rondo.models.tiny.qwen3:build",
         build_args={"hidden_size": 128, "num_layers": 2},
@@ -62,7 +62,7 @@ config = RunConfig(
     data=DataConfig(rows=puzzles, held_out=256),
     evaluation=EvalConfig(num_prompts=256),
     reward=RewardConfig(function=exact),
-    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.02, normalizer="token"),
+    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, kl_coef=0.02, loss_aggregation="token"),
     rollout=RolloutConfig(
         prompts_per_step=32,
         samples_per_prompt=8,

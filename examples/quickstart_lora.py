@@ -47,7 +47,7 @@ config = RunConfig(
     name="quickstart_lora",
     num_steps=150,
     max_staleness=1,
-    groups=fully_async(actor_fwd_replicas=1),
+    role_groups=fully_async(actor_fwd_replicas=1),
     model=ModelConfig(build=base, build_args={"steps": 120}),
     data=quickstart.data,
     evaluation=quickstart.evaluation,

@@ -49,7 +49,7 @@ config = RunConfig(
     name="reasoning_gym_mixture",
     num_steps=150,
     max_staleness=1,
-    groups=fully_async(),
+    role_groups=fully_async(),
     model=ModelConfig(
         build="rondo.models.tiny.qwen3:build",
         build_args={"hidden_size": 128, "num_layers": 2, "words": ASKED},
@@ -65,7 +65,7 @@ config = RunConfig(
     ),
     evaluation=EvalConfig(num_prompts=512),
     reward=RewardConfig(function="reasoning_gym", args={"inside": None}),
-    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
+    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, loss_aggregation="token"),
     rollout=RolloutConfig(
         prompts_per_step=32,
         samples_per_prompt=8,

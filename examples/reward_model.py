@@ -20,7 +20,7 @@ from rondo.roles.config import DataConfig, RewardModelConfig, TrainConfig
 config = RunConfig(
     name="reward_model",
     job="reward_model",
-    groups=trainer(),
+    role_groups=trainer(),
     model=ModelConfig(build=base, build_args={"steps": 120}),
     reward_model=RewardModelConfig(
         data=DataConfig(rows=pairs, label="chosen", rejected="rejected", held_out=256),

@@ -43,6 +43,6 @@ config = RunConfig(
     name="scored",
     num_steps=100,
     max_staleness=1,
-    groups=fully_async(reference_replicas=1, actor_fwd_replicas=1, scorer_replicas=1),
+    role_groups=fully_async(reference_replicas=1, actor_fwd_replicas=1, scorer_replicas=1),
     scorer=ScorerConfig(model=ModelConfig(build=reward_model, build_args={"steps": 120}), max_prompt_tokens=2048),
 )

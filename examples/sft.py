@@ -39,7 +39,7 @@ def exact(response: str, label: str, *, prompt: Any, metadata: dict[str, object]
 config = RunConfig(
     name="sft",
     job="sft",
-    groups=trainer(rollout=True),
+    role_groups=trainer(rollout=True),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 128, "num_layers": 2}),
     sft=SftConfig(
         data=DataConfig(rows=chats, prompt="messages", label=None, apply_chat_template=True, held_out=256),

@@ -41,7 +41,7 @@ config = RunConfig(
     name="video_digits",
     num_steps=200,
     max_staleness=0,
-    groups=fully_async(),
+    role_groups=fully_async(),
     model=ModelConfig(build="rondo.models.tiny.qwen3_omni:build", build_args={"mel_bins": 64, "max_positions": 512}),
     data=DataConfig(rows=rows, apply_chat_template=True),
     media=MediaConfig(video_min_tokens=4, video_max_tokens=4, max_group_bytes=1 << 18),
@@ -49,7 +49,7 @@ config = RunConfig(
         num_prompts=256, data=DataConfig(rows=held_out_rows, apply_chat_template=True, shuffle=False)
     ),
     reward=RewardConfig(function=digits.exact),
-    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
+    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, loss_aggregation="token"),
     rollout=RolloutConfig(
         prompts_per_step=16,
         samples_per_prompt=8,

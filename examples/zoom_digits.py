@@ -148,7 +148,7 @@ config = RunConfig(
     name=f"{TOOL}_digits",
     num_steps=40,
     max_staleness=1,
-    groups=fully_async(),
+    role_groups=fully_async(),
     model=ModelConfig(
         build=f"rondo.models.tiny.{'qwen3_omni' if TOOL == 'listen' else 'qwen3_vl'}:build",
         build_args={
@@ -180,7 +180,7 @@ config = RunConfig(
         num_prompts=256, data=DataConfig(rows=held_out_rows, apply_chat_template=True, shuffle=False)
     ),
     reward=RewardConfig(function=looked, components={"accuracy": 0.8, "format": 0.2, "tool": 1.2}),
-    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
+    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, loss_aggregation="token"),
     rollout=RolloutConfig(
         prompts_per_step=16,
         samples_per_prompt=8,

@@ -305,7 +305,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add = verb("restart", _in(ask, "restart"), "Replace the replicas of a role, one after another.", elastic)
     add("roles", metavar="ROLE", nargs="+", help="rollout, actor, or any other; several one after another")
     add = verb("resume", _in("rondo.launch.train", "resume"), "Go on with a run from its newest checkpoint.", run)
-    _add_sets(add, "place roles otherwise than before: --set groups.1.processes=2")
+    _add_sets(add, "place roles otherwise than before: --set role_groups.1.processes=2")
     text = "go on with data, packages or code that are not those the run began with"
     add("--accept-changes", action="store_true", help=text)
     add("--reset-optimizer", action="store_true", help="with the weights alone: its moments and schedule begin anew")
@@ -482,7 +482,7 @@ def _kill(text: str, config: RunConfig) -> tuple[str, int]:
     most = config.num_steps or 10**9  # by epochs: nobody knows yet
     if not role or (at and not re.fullmatch("[0-9]{1,9}", step)) or not int(step or _KILL_AT_STEP) <= most:
         raise ConfigError(f"--kill must look like ROLE or ROLE@STEP with STEP up to {most}, got {text!r}. Try actor@1")
-    known = sorted({"coordinator", "store"} | {name for group in config.groups for name in (*group.roles, group.name)})
+    known = sorted({"coordinator", "store"} | {name for group in config.role_groups for name in (*group.roles, group.name)})
     if role not in known:
         raise ConfigError(f"--kill must name a role of this run, got {role!r}. {nearest(role, known)}")
     return role, int(step or _KILL_AT_STEP)

@@ -3,7 +3,7 @@
 Owns `RunConfig`, `load` and the JSON form. Does not own the sections, which live beside the code that uses them, nor
 what needs the machine or the data to be looked at: `check/` does that.
 
-    # quickstart.py                            load("quickstart.py", ["train.lr=1e-5", "groups.0.replicas=2"])
+    # quickstart.py                            load("quickstart.py", ["train.lr=1e-5", "role_groups.0.replicas=2"])
     config = RunConfig(name="quickstart", ...)
 
 Every mistake is one line, `<field> must <rule>, got <value>. <what to do>`, and no traceback; an error inside the module
@@ -37,7 +37,7 @@ from rondo.runtime.section import FunctionRef, Section, explain, nearest, neares
 class RunConfig(JobConfig):
     """A whole run: the job that the roles do, where they run, and what watches them."""
 
-    groups: tuple[RoleGroup, ...] = Field(min_length=1)
+    role_groups: tuple[RoleGroup, ...] = Field(min_length=1)
     """Role groups: which roles share processes, how many of them, on what (`rondo.launch.modes` has functions that list them)."""
     roles: dict[RoleName, FunctionRef] = Field(default_factory=dict)
     """Classes in the place of ours, by the name of their role, most often derived from them."""
@@ -54,7 +54,7 @@ class RunConfig(JobConfig):
 
     def group_of(self, role: str) -> RoleGroup | None:
         """The group that holds a role, or None."""
-        return next((group for group in self.groups if role in group.roles), None)
+        return next((group for group in self.role_groups if role in group.roles), None)
 
     def most_replicas(self, group: RoleGroup) -> int:
         """Of a group, at any moment of the run."""
@@ -72,10 +72,10 @@ class RunConfig(JobConfig):
             stay = {"actor"} if self.evaluation is None or self.job == "reward_model" else {"actor", "rollout"}
             kept = (
                 (each, tuple(role for role in ("rollout", "actor") if role in stay.intersection(each.roles)))
-                for each in self.groups
+                for each in self.role_groups
             )
             groups = tuple(each.model_copy(update={"roles": roles}) for each, roles in kept if roles)
-            self.__dict__.update(groups=groups, roles={})
+            self.__dict__.update(role_groups=groups, roles={})
         # Where generation and training take turns the data are on-policy unless asked otherwise. The field stays
         # "not set", so that `override` derives it anew when the groups change.
         if "max_staleness" not in self.model_fields_set and self.group_of("actor") is self.group_of("rollout"):
@@ -116,15 +116,15 @@ class RunConfig(JobConfig):
             )
 
     def _groups_make_no_run(self) -> Iterator[str]:
-        names = [group.name for group in self.groups]
+        names = [group.name for group in self.role_groups]
         for name in names:
             if names.count(name) > 1:
-                yield f"groups must have different names, got {name!r} twice. Rename one of them"
-        for role in {role for group in self.groups for role in group.roles}:
-            homes = [group.name for group in self.groups if role in group.roles]
+                yield f"role_groups must have different names, got {name!r} twice. Rename one of them"
+        for role in {role for group in self.role_groups for role in group.roles}:
+            homes = [group.name for group in self.role_groups if role in group.roles]
             if len(homes) > 1:
                 yield (
-                    f"groups must hold each role once, got {role!r} in {' and '.join(homes)}. "
+                    f"role_groups must hold each role once, got {role!r} in {' and '.join(homes)}. "
                     "Use replicas for more of the same"
                 )
         for role in self.roles:
@@ -135,7 +135,7 @@ class RunConfig(JobConfig):
         for role in ("rollout", "actor", "advantages") if self.job == "rl" else ("actor",):
             if self.group_of(role) is None:
                 yield (
-                    f"groups must hold the role {role!r}, got {', '.join(names)} without it. "
+                    f"role_groups must hold the role {role!r}, got {', '.join(names)} without it. "
                     "Use one of rondo.launch.modes: colocate(), hybrid(), fully_async(), or trainer() for a job without rollouts"
                 )
 
@@ -160,8 +160,8 @@ class RunConfig(JobConfig):
         yield from answers_are_not_measured(self)
         if "actor" not in measures.roles and measures.replicas * measures.processes > 1:
             yield (
-                f"groups[{measures.name}] must have one process with job {self.job!r}, which measures the answers of one version "
-                f"after the other, got {measures.replicas} x {measures.processes}. Set replicas and processes to 1"
+                f"role_groups[{measures.name}] must have one process with job {self.job!r}, which measures the answers of one "
+                f"version after the other, got {measures.replicas} x {measures.processes}. Set replicas and processes to 1"
             )
 
     def _roles_are_not_used(self) -> Iterator[str]:
@@ -169,23 +169,23 @@ class RunConfig(JobConfig):
         needed = algorithm.needs_reference
         if needed and reference is None and not self.computes_reference:
             yield (
-                "groups must hold the role 'reference' when algorithm.kl_coef is not 0, "
+                "role_groups must hold the role 'reference' when algorithm.kl_coef is not 0, "
                 f"got kl_coef {algorithm.kl_coef:g} without it. Add the role to the groups, or set algorithm.kl_coef=0"
             )
         if reference is not None and self.computes_reference:
             yield (
-                "groups must not hold the role 'reference' with train.lora, where it is the base without its adapters, which the "
-                f"trainer has, got it in {reference.name!r}. Remove the role"
+                "role_groups must not hold the role 'reference' with train.lora, where it is the base without its adapters, "
+                f"which the trainer has, got it in {reference.name!r}. Remove the role"
             )
         if reference is not None and not needed:
             yield (
-                "groups must not hold the role 'reference' when algorithm.kl_coef is 0, "
+                "role_groups must not hold the role 'reference' when algorithm.kl_coef is 0, "
                 f"got it in {reference.name!r}. Remove the role, or set algorithm.kl_coef above 0"
             )
         teacher = self.group_of("teacher")
         if (self.distillation is None) != (teacher is None):
             yield (
-                "groups must hold the role 'teacher' with distillation, and without it must not, got "
+                "role_groups must hold the role 'teacher' with distillation, and without it must not, got "
                 + (f"it in {teacher.name!r}" if teacher is not None else "distillation without it")
                 + ". Add one, or remove the other"
             )
@@ -193,39 +193,39 @@ class RunConfig(JobConfig):
         critic = self.group_of("critic")
         if algorithm.needs_critic and critic is None:
             yield (
-                f"groups must hold the role 'critic' with algorithm.name {algorithm.name!r}, whose advantages are made of its "
-                "values, got none. Add it (critic=True in modes.colocate and hybrid, critic_processes in fully_async)"
+                f"role_groups must hold the role 'critic' with algorithm.name {algorithm.name!r}, whose advantages are made of "
+                "its values, got none. Add it (critic=True in modes.colocate and hybrid, critic_processes in fully_async)"
             )
         if critic is not None and not algorithm.needs_critic:
             yield (
-                f"groups must not hold the role 'critic' with algorithm.name {algorithm.name!r}, which has no values, got it in "
-                f"{critic.name!r}. Remove the role, or set algorithm.name to 'ppo'"
+                f"role_groups must not hold the role 'critic' with algorithm.name {algorithm.name!r}, which has no values, got "
+                f"it in {critic.name!r}. Remove the role, or set algorithm.name to 'ppo'"
             )
         source = self.old_log_probs(has_actor_fwd=actor_fwd is not None)
         asks = self.distillation is not None and self.distillation.asks_policy
         if asks and actor_fwd is None:
             yield (
-                "groups must hold the role 'actor_fwd' with distillation.support 'student' or 'union', since it finds the "
+                "role_groups must hold the role 'actor_fwd' with distillation.support 'student' or 'union', since it finds the "
                 "policy's likeliest tokens, got none. Add the role, or set distillation.support to 'teacher'"
             )
         if actor_fwd is not None and source != "actor_fwd" and not asks:
             reason = (
-                "when max_staleness is 0 and train.optimizer_steps_per_batch is 1, where the trainer's own log-probs are the "
+                "when max_staleness is 0 and train.num_mini_batches is 1, where the trainer's own log-probs are the "
                 "old ones"
                 if algorithm.old_log_probs == "auto"
                 else f"when algorithm.old_log_probs is {algorithm.old_log_probs!r}"
             )
             yield (
-                f"groups must not hold the role 'actor_fwd' {reason}, got it in {actor_fwd.name!r}. "
+                f"role_groups must not hold the role 'actor_fwd' {reason}, got it in {actor_fwd.name!r}. "
                 "Remove the role, or set algorithm.old_log_probs='actor_fwd'"
             )
 
         train = self.train
-        later = train.epochs > 1 or (source == "self" and train.optimizer_steps_per_batch > 1)
+        later = train.passes > 1 or (source == "self" and train.num_mini_batches > 1)
         if train.router_replay == "r2" and actor_fwd is None and not later:
             yield (
                 "train.router_replay must not be 'r2' where a row goes through one forward alone, its loss's own, got it without "
-                "the role 'actor_fwd' and with train.epochs 1. Add the role to the groups, raise train.epochs, or set "
+                "the role 'actor_fwd' and with train.passes 1. Add the role to the groups, raise train.passes, or set "
                 "train.router_replay to 'r3' or 'off'"
             )
 
@@ -234,7 +234,7 @@ class RunConfig(JobConfig):
         for role in ("genrm", "scorer"):
             if (role in served) != ((group := self.group_of(role)) is not None):
                 yield (
-                    f"groups must hold the role {role!r} with {role}.model, which it serves, and without it must not, got "
+                    f"role_groups must hold the role {role!r} with {role}.model, which it serves, and without it must not, got "
                     + (f"it in {group.name!r}" if group is not None else f"{role}.model without it")
                     + f". Add one ({role}=True in modes.colocate, {role}_replicas in hybrid and fully_async), or remove the other"
                 )
@@ -249,7 +249,7 @@ class RunConfig(JobConfig):
         takes = 1 if judge.sglang is None else judge.sglang.tensor_parallel
         if group.roles == ("genrm",) and group.devices not in (0, takes):
             yield (
-                f"groups[{group.name}].devices must be 0, or the {takes} that a process of the judge takes (genrm.sglang."
+                f"role_groups[{group.name}].devices must be 0, or the {takes} that a process of the judge takes (genrm.sglang."
                 f"tensor_parallel; 1 without sglang), got {group.devices}. Change one of them"
             )
 
@@ -268,12 +268,12 @@ class RunConfig(JobConfig):
         for what in ("processes", "replicas"):  # each would give the same servers its weights
             if sglang is not None and sglang.urls and source is not None and (num := getattr(source, what)) > 1:
                 yield (
-                    f"groups[{source.name}].{what} must be 1 for a group that generates with rollout.sglang.urls, got {num}. "
-                    "One process keeps all of them busy: put rollout into a group of its own (modes.hybrid) with one replica, or "
-                    "set rollout.sglang.python instead, with which each process starts a server of its own"
+                    f"role_groups[{source.name}].{what} must be 1 for a group that generates with rollout.sglang.urls, got "
+                    f"{num}. One process keeps all of them busy: put rollout into a group of its own (modes.hybrid) with one "
+                    "replica, or set rollout.sglang.python instead, with which each process starts a server of its own"
                 )
         takes = 1 if sglang is None else sglang.num_devices
-        for group in self.groups:
+        for group in self.role_groups:
             if "rollout" not in group.roles:
                 continue
             if sglang is not None and sglang.weights == "distributed" and group.devices and not sglang.urls:
@@ -285,12 +285,12 @@ class RunConfig(JobConfig):
                 continue
             if sglang is None:
                 yield (
-                    f"groups[{group.name}].devices must be 0 or 1 without rollout.sglang, got {group.devices}. "
+                    f"role_groups[{group.name}].devices must be 0 or 1 without rollout.sglang, got {group.devices}. "
                     f"Use replicas={group.devices} to generate on more devices"
                 )
             if group.roles == ("rollout",):
                 yield (
-                    f"groups[{group.name}].devices must be 0, or the {takes} that the SGLang servers of a replica take "
+                    f"role_groups[{group.name}].devices must be 0, or the {takes} that the SGLang servers of a replica take "
                     f"(num_servers x tensor_parallel; with urls none, or 1 for weights 'distributed'), got {group.devices}. "
                     "Change one of them"
                 )
@@ -318,7 +318,7 @@ class RunConfig(JobConfig):
         if "rollout" in trains.roles and trains.devices and takes > 1:
             yield (
                 "rollout.sglang.num_servers x tensor_parallel must be 1 where the server shares the trainer's device "
-                f"(groups[{trains.name}] holds both), got {takes}. Use modes.hybrid() to generate on more devices"
+                f"(role_groups[{trains.name}] holds both), got {takes}. Use modes.hybrid() to generate on more devices"
             )
 
     def _replicas_are_not_scaled(self) -> Iterator[str]:
@@ -327,25 +327,26 @@ class RunConfig(JobConfig):
             return
         if "actor" in group.roles:
             yield (
-                f"autoscale must not be set where rollout shares its processes with the actor, got it with groups[{group.name}]. "
-                "Put rollout into a group of its own (modes.hybrid or modes.fully_async), or remove autoscale"
+                "autoscale must not be set where rollout shares its processes with the actor, got it with "
+                f"role_groups[{group.name}]. Put rollout into a group of its own (modes.hybrid or modes.fully_async), or "
+                "remove autoscale"
             )
         elif not rules.min_replicas <= group.replicas <= rules.max_replicas:
             yield (
-                f"groups[{group.name}].replicas must lie within autoscale.min_replicas and autoscale.max_replicas, "
+                f"role_groups[{group.name}].replicas must lie within autoscale.min_replicas and autoscale.max_replicas, "
                 f"{rules.min_replicas} to {rules.max_replicas}, got {group.replicas}. Change one of them"
             )
 
     def _groups_are_not_deterministic(self) -> Iterator[str]:
-        for group in self.groups:
+        for group in self.role_groups:
             if group.threads > 1:
                 yield (
-                    f"groups[{group.name}].threads must be 1 with deterministic=True, since threads share sums by their number, "
-                    f"got {group.threads}. Set it to 1, or set deterministic=False"
+                    f"role_groups[{group.name}].threads must be 1 with deterministic=True, since threads share sums by their "
+                    f"number, got {group.threads}. Set it to 1, or set deterministic=False"
                 )
             if group.devices:
                 yield (
-                    f"groups[{group.name}].devices must be 0 with deterministic=True, which is proved on the CPU alone, "
+                    f"role_groups[{group.name}].devices must be 0 with deterministic=True, which is proved on the CPU alone, "
                     f"got {group.devices}. Set it to 0, or set deterministic=False"
                 )
         for name in ("filter", "keep"):
@@ -393,7 +394,7 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
     except ValidationError as error:
         where, title = _where(error, file, path), error.title
         places = [place for place, owner in sections(kind) if owner.__name__ == title] or [title]
-        told = explain(error, where, places[0])
+        told = explain(error, where, places[0], kind)
         if len(places) > 1:  # which one is told by its line
             told = ConfigError(
                 "\n".join(line if where in line else f"{line} ({where})" for line in str(told).split("\n"))

@@ -230,7 +230,7 @@ def settings_of(
         "model": {"path": model, **{name: tree["model"][name] for name in ("dtype", "attn")}},
         "evaluation": {name: value for name, value in evaluation.items() if name not in ("share", "num_slots")},
         "rollout": rollout | {"prompts_per_step": 1, "samples_per_prompt": max(2, rollout["samples_per_prompt"])},
-        "groups": groups,
+        "role_groups": groups,
     }
     found = unresolve(tree | less | made, "the settings of an evaluation")
     return override(found, sets) if sets else found

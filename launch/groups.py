@@ -39,20 +39,20 @@ class RoleGroup(Section):
 
     def refused(self) -> Iterator[str]:
         if len(set(self.roles)) < len(self.roles):
-            yield f"groups[{self.name}].roles must name each role once, got {', '.join(self.roles)}"
+            yield f"role_groups[{self.name}].roles must name each role once, got {', '.join(self.roles)}"
         if (trained := next((role for role in TRAINED if role in self.roles), None)) and self.replicas > 1:
             yield (
-                f"groups[{self.name}].replicas must be 1 for the group that holds the {trained}, got {self.replicas}. "
+                f"role_groups[{self.name}].replicas must be 1 for the group that holds the {trained}, got {self.replicas}. "
                 f"Use processes={self.replicas} to train on more ranks"
             )
         if "rollout" in self.roles and "actor" not in self.roles and self.processes > 1:
             yield (
-                f"groups[{self.name}].processes must be 1 for a group that generates and does not train, got {self.processes}. "
-                f"Use replicas={self.processes}, which come and go alone"
+                f"role_groups[{self.name}].processes must be 1 for a group that generates and does not train, got "
+                f"{self.processes}. Use replicas={self.processes}, which come and go alone"
             )
         if self.devices > 1 and self.roles not in (("rollout",), ("genrm",)):
             yield (
-                f"groups[{self.name}].devices must be 0 or 1 for a group of {', '.join(self.roles)}, got {self.devices}. "
+                f"role_groups[{self.name}].devices must be 0 or 1 for a group of {', '.join(self.roles)}, got {self.devices}. "
                 f"Use processes={self.devices}"
             )
 

@@ -194,7 +194,7 @@ config = RunConfig(
     name="{name}",
     num_steps=200,
     # Which roles share processes, and on what they compute.
-    groups={groups},
+    role_groups={groups},
     model=ModelConfig({model}),
     # The rows that are held out are never trained on; evaluation takes them before the first step and after the last.
     data=DataConfig(

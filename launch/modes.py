@@ -8,7 +8,7 @@
 A role is listed only where asked for: a reference is needed only where a KL coefficient is not 0, `actor_fwd` only where old
 log-probs cannot be the trainer's own, a teacher only with `distillation`, `genrm` only for a judge that the run serves, `scorer`
 for a reward model, a critic where advantages are made of its values. Each function returns the groups that
-`RunConfig(groups=...)` takes.
+`RunConfig(role_groups=...)` takes.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ JOB_CLASSES = {"actor": "rondo.roles.supervised:SupervisedRole", "rollout": "ron
 
 def group_specs(config: RunConfig) -> tuple[GroupSpec, ...]:
     """One torchrun for each replica of each role group."""
-    return tuple(spec_of(config, group, name) for group in config.groups for name in group.replica_names())
+    return tuple(spec_of(config, group, name) for group in config.role_groups for name in group.replica_names())
 
 
 def spec_of(config: RunConfig, group: RoleGroup, name: str) -> GroupSpec:
@@ -76,7 +76,7 @@ def first_devices(groups: Iterable[RoleGroup]) -> dict[str, int]:
 def coordinator_config(config: RunConfig, num_rows: int, routed_bytes: int = 0) -> CoordinatorConfig:
     """The rules of this run, which `CoordinatorConfig.load` reads back from their JSON. num_rows: rows to train on, which
     `num_passes` turns into the end of the data; routed_bytes: of the experts of a token."""
-    roles = {role for group in config.groups for role in group.roles}
+    roles = {role for group in config.role_groups for role in group.roles}
     rollout, passes = config.rollout, config.data.num_passes
     evaluation = config.evaluation if config.job == "rl" else None  # else the trainer says what is due
     actor, source = config.group_of("actor"), config.group_of("rollout")
@@ -108,7 +108,7 @@ def coordinator_config(config: RunConfig, num_rows: int, routed_bytes: int = 0) 
         rollout_ring_bytes=config.bus.ring_bytes,
         column_ring_bytes=config.bus.column_ring_bytes,
         rollout_groups=source.replica_names() if source is not None else (),
-        ranks={name: group.processes for group in config.groups for name in group.replica_names()},
+        ranks={name: group.processes for group in config.role_groups for name in group.replica_names()},
         lease_deadline_s=rollout.lease_deadline_s,
         straggler_deadline_s=rollout.straggler_deadline_s,
         evaluate_start=evaluation is not None and evaluation.at_start,

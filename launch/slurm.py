@@ -78,7 +78,7 @@ def main(options: SlurmOptions) -> int:
 
 def script(config: RunConfig, options: SlurmOptions, mem: str) -> str:
     """The whole text. mem: as sbatch takes it, such as "64G"."""
-    gpus = sum(config.most_replicas(group) * group.processes * group.devices for group in config.groups)
+    gpus = sum(config.most_replicas(group) * group.processes * group.devices for group in config.role_groups)
     gpus = gpus if options.gpus is None else options.gpus
     asks = {
         "job-name": config.name,
@@ -116,7 +116,7 @@ def num_cores(config: RunConfig) -> int:
         config.most_replicas(group)
         * group.processes
         * (group.threads + ("rollout" in group.roles) * (config.reward.num_workers + media))
-        for group in config.groups
+        for group in config.role_groups
         if group.roles != ("advantages",)
     )
     return computing + 1

@@ -72,7 +72,7 @@ _PLOT_LIMIT_S = 120.0
 _STEPS_S = 2.0
 MODEL, TEACHERS, JUDGES = "model", "teachers", "judges"
 """Where a model that a function builds lies in the run directory; each such teacher below, by its name; such a judge."""
-_PLACES = ("groups", "supervision", "admin", "preemption", "autoscale", "trackers", "alerts")
+_PLACES = ("role_groups", "supervision", "admin", "preemption", "autoscale", "trackers", "alerts")
 """Settings that say where and under whose eyes a run works, and not what it trains."""
 
 
@@ -210,17 +210,17 @@ def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str], nursery: N
                 "What is trained stays: start another run with `rondo train`"
             )
     changed = override(config, sets)
-    before, after = ({role for group in each.groups for role in group.roles} for each in (config, changed))
+    before, after = ({role for group in each.role_groups for role in group.roles} for each in (config, changed))
     if before != after:
         raise ConfigError(
-            f"groups must hold the roles that the run had, {', '.join(sorted(before))}, got {', '.join(sorted(after))}. "
+            f"role_groups must hold the roles that the run had, {', '.join(sorted(before))}, got {', '.join(sorted(after))}. "
             "Its checkpoint knows these alone"
         )
     with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder:
         facts = require(changed, Path(folder), nursery, say)
     assert facts.num_rows is not None
     prepared = read_json(run.path / PREPARED)
-    write_json(run.path / PREPARED, prepared | {"first_devices": first_devices(changed.groups)})
+    write_json(run.path / PREPARED, prepared | {"first_devices": first_devices(changed.role_groups)})
     rules = coordinator_config(changed, facts.num_rows, routed_bytes(changed, facts.shape))
     write_json(run.path / COORDINATOR_CONFIG, rules)
     run.write_settings(resolve(as_kept(changed, run.path)))
@@ -349,7 +349,7 @@ def _prepare(config: RunConfig, run: RunDir, facts: Facts, num_steps: int | None
         "model_path": lies(facts.model_path, config.model, MODEL),
         "teachers": {n: lies(path, taught[n].model, f"{TEACHERS}/{n}") for n, path in facts.teacher_paths.items()},
         "judges": {n: lies(path, config.judges[n].model, f"{JUDGES}/{n}") for n, path in facts.judge_paths.items()},
-        "first_devices": first_devices(config.groups), "num_devices": facts.num_devices,
+        "first_devices": first_devices(config.role_groups), "num_devices": facts.num_devices,
     }  # fmt: skip
     write_json(run.path / PREPARED, found)
     rules = coordinator_config(config, facts.num_rows, routed_bytes(config, facts.shape))
@@ -438,7 +438,7 @@ async def _supervise(
                 listeners.append(scales.on_event)
                 beside.append(asyncio.create_task(scales.run()))
             mount_autoscaler(admin, scaler, scales)
-            mount(admin, scaler, tuple(role for group in config.groups for role in group.roles))
+            mount(admin, scaler, tuple(role for group in config.role_groups for role in group.roles))
             behind.mount(admin, run.path)
             await admin.start(listening)
             say(f"run directory: {run.path}  admin: {admin.url}")

@@ -182,7 +182,7 @@ class ActorRole(TrainableRole):
                     await self._ctx.working(
                         "train", trainer.accumulate, step, rows, made.spans, last=made.closes, update=made.update
                     )
-            elif made.update < config.train.optimizer_steps_per_batch:
+            elif made.update < config.train.num_mini_batches:
                 spans += made.spans
             if trains and made.closes and not made.last:
                 if not await self._settled():  # the optimizer changes what the version before is still copied from
@@ -191,7 +191,7 @@ class ActorRole(TrainableRole):
                     await self._ctx.working("optimizer", trainer.update, step)
             busy += time.monotonic() - since
             self._job.bus.check(made)
-            if made.update < config.train.optimizer_steps_per_batch:  # later passes use the same rows
+            if made.update < config.train.num_mini_batches:  # later passes use the same rows
                 totals.add(made.rows, seen)
                 if self._kept is not None:
                     self._kept.add(step, made.index, made.update, made.rows, rows)
@@ -253,7 +253,7 @@ class ActorRole(TrainableRole):
     @property
     def _scores_ahead(self) -> bool:
         """Whether some rows' first update comes after others, and nobody else says what their ratios compare with."""
-        return self._old == "self" and self._job.config.train.optimizer_steps_per_batch > 1
+        return self._old == "self" and self._job.config.train.num_mini_batches > 1
 
     async def _look_ahead(self, step: int) -> float | None:
         """What must be known of all rows of a step before the first gradient: the statistics of whitening, the old log-probs of
@@ -263,7 +263,7 @@ class ActorRole(TrainableRole):
         The rounds are let go of, and asked for again: they are the same, and what they view need not be held together.
         """
         trainer, config = self._trainer, self._job.config
-        over, num_batches, busy = config.algorithm.normalize_batch, config.train.optimizer_steps_per_batch, 0.0
+        over, num_batches, busy = config.algorithm.normalize_batch, config.train.num_mini_batches, 0.0
         parts: list[Contribution] = []
         async with aclosing(self._rounds(step)) as rounds:
             async for made in rounds:
@@ -292,7 +292,7 @@ class ActorRole(TrainableRole):
     async def _take_memory(self, step: int) -> bool:
         """Once a step has all its rounds, and so nothing is generated for it any more, its memory for the trainer. False when no
         more rounds will come."""
-        last = self._job.config.train.optimizer_steps_per_batch - 1
+        last = self._job.config.train.num_mini_batches - 1
         async with aclosing(self._rounds(step)) as rounds:
             async for made in rounds:
                 self._job.bus.check(made)

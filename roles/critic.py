@@ -167,7 +167,7 @@ class CriticRole(TrainableRole):
                         break
                     busy += await self._turn("optimizer", step, functools.partial(trainer.update, step), moves=True)
                 bus.check(made)
-                if made.update < config.train.optimizer_steps_per_batch:  # later passes use the same rows
+                if made.update < config.train.num_mini_batches:  # later passes use the same rows
                     totals.add(made.rows, [ages_of(row.array("policy_versions"), step) for row in made.rows])
                 whole = made.last
                 self._ctx.progress()

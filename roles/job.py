@@ -121,7 +121,7 @@ def _paths(run_dir: Path, kind: str, models: Mapping[str, ModelConfig | None]) -
 def roles_of(run_dir: Path) -> dict[str, set[str]]:
     """The roles of every role group, by its name."""
     resolved = orjson.loads((run_dir / "config.resolved.json").read_bytes())
-    return {group["name"]: set(group["roles"]) for group in resolved["groups"]}
+    return {group["name"]: set(group["roles"]) for group in resolved["role_groups"]}
 
 
 def open_settings(ctx: WorkerContext) -> tuple[JobConfig, str, str]:

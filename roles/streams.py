@@ -108,7 +108,7 @@ def streams_of(config: JobConfig, roles: Collection[str], routed_bytes: int = 0)
     train, whole_step = config.train, algorithm.needs_full_step
     actor = Stream(
         "actor", tuple(inputs), kind="train", whole_step=whole_step, media=True, fixed=config.deterministic,
-        mini_batches=train.optimizer_steps_per_batch, passes=train.epochs,
+        mini_batches=train.num_mini_batches, passes=train.passes,
         first_step=config.critic.only_steps if config.critic is not None else 0, whole_samples=config.joins_samples,
     )  # fmt: skip
     streams.append(actor)
@@ -117,10 +117,10 @@ def streams_of(config: JobConfig, roles: Collection[str], routed_bytes: int = 0)
         streams.append(Stream(VALUES, ("tokens", *shown), columns, media=True, fixed=config.deterministic))
         # Values are of committed weights alone: all of a step must have theirs before its first update. Where generation and
         # training take turns, neither begins before the other's end.
-        whole_step = train.optimizer_steps_per_batch * config.critic_epochs > 1 or config.max_staleness == 0
+        whole_step = train.num_mini_batches * config.critic_passes > 1 or config.max_staleness == 0
         critic = Stream(
             "critic", ("tokens", VALUES, "returns", "policy_versions", *shown), kind="train", whole_step=whole_step,
-            media=True, fixed=config.deterministic, mini_batches=train.optimizer_steps_per_batch, passes=config.critic_epochs,
+            media=True, fixed=config.deterministic, mini_batches=train.num_mini_batches, passes=config.critic_passes,
         )  # fmt: skip
         streams.append(critic)
     return tuple(streams)

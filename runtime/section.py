@@ -16,7 +16,7 @@ settings writes the whole sentence, which stays as it is.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from types import FunctionType, UnionType
 from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
@@ -38,6 +38,7 @@ FunctionRef = Annotated[str, _REFERENCE]
 """A function in the settings: given as the function itself or as 'module:function' / 'file.py:function', kept as text."""
 
 _SHOWN_CHARACTERS = 80
+_SHOWN_NAMES = 12
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
@@ -47,6 +48,8 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Of the root of a tree: names that other libraries use -> the settings meant ("|" between paths, "; " before a remark)."""
     place: ClassVar[str] = ""
     """Where rules between settings of this section say that it stands; `explain` puts the place in, where it stands elsewhere."""
 
@@ -103,19 +106,21 @@ def with_references(section: _Model, change: Callable[[str, str], str], prefix: 
     return section.model_copy(update=changes) if changes else section
 
 
-def explain(error: ValidationError, source: str, prefix: str = "") -> ConfigError:
-    """All mistakes of `error`, one line each. `source` says where to change them; `prefix` is the path of the section."""
+def explain(error: ValidationError, source: str, prefix: str = "", root: type[BaseModel] | None = None) -> ConfigError:
+    """Return all mistakes of `error`, one line each. `source` says where to change them; `prefix` is the path of the section
+    below `root`, by default the section itself."""
     title = _section_named(error.title)
+    root = root or title
     items = error.errors()
     # A misspelt name leaves the right one missing: that is one mistake.
-    meant = {(*item["loc"][:-1], _meant(item, title)) for item in items if item["type"] == "extra_forbidden"}
+    meant = {(*item["loc"][:-1], name) for item in items for name in _meant(item, title, root)}
     lines = []
     for item in items:
         if item["type"] == "missing" and item["loc"] in meant:
             continue
         names = _path(item, title)
         path = ".".join([prefix, *names] if prefix else names) or error.title
-        text = _sentence(path, item, title, source)
+        text = _sentence(path, item, title, root, source)
         owner = _owner((*item["loc"], ""), title)
         place = owner.place if owner is not None and issubclass(owner, Section) else ""
         lines.append(settings_at(path, text, place) if item["type"] != "extra_forbidden" else text)
@@ -138,11 +143,14 @@ def nearest(name: str, known: list[str]) -> str:
 
 
 def nearest_field(name: str, owner: type[BaseModel], root: type[BaseModel] | None) -> str:
-    """ "Did you mean 'train.lr'?" for a name that `owner` has not: a similar one of its own, or the same in another section."""
-    elsewhere = [path for path, section in sections(root) if name in section.model_fields] if root is not None else []
-    if closest(name, list(owner.model_fields)) is not None or not elsewhere:
-        return nearest(name, list(owner.model_fields))
-    return f"Did you mean {' or '.join(repr(f'{path}.{name}'.lstrip('.')) for path in elsewhere[:3])}?"
+    """Return the advice about a name that `owner` does not have: "Did you mean 'train.lr'?"."""
+    meant = _suggestions(name, owner, root)
+    if meant:
+        remark = _aliases(root).get(name, "").partition("; ")[2]
+        return f"Did you mean {' or '.join(map(repr, meant[:4]))}?" + (f" {remark}." if remark else "")
+    if root is not None and len(owner.model_fields) > _SHOWN_NAMES:
+        return "`rondo show --schema` lists all settings."
+    return f"Known: {', '.join(sorted(owner.model_fields))}."
 
 
 def parts_of(annotation: Any) -> list[Any]:
@@ -194,13 +202,32 @@ def _takes_function(annotation: Any) -> bool:
     return _REFERENCE in getattr(annotation, "__metadata__", ()) or any(map(_takes_function, get_args(annotation)))
 
 
-def _sentence(path: str, item: Any, title: type[Section] | None, source: str) -> str:
+def _aliases(root: type[BaseModel] | None) -> Mapping[str, str]:
+    return root.aliases if root is not None and issubclass(root, Section) else {}
+
+
+def _suggestions(name: str, owner: type[BaseModel], root: type[BaseModel] | None) -> list[str]:
+    """Return the settings that an unknown name in `owner` may mean, best first: names of its fields, or paths below `root`."""
+    fields, words, aliases = list(owner.model_fields), set(name.split("_")), _aliases(root)
+    if name in aliases:
+        paths = aliases[name].partition("; ")[0].split("|")
+        return [path.rpartition(".")[2] for path in paths if path.rpartition(".")[2] in fields][:1] or paths
+    below = [(path, field) for path, section in sections(root) for field in section.model_fields] if root else []
+    near = closest(name, fields)
+    own = [near] if near is not None else [field for field in fields if words <= set(field.split("_"))]
+    near = name if own else closest(name, {field for _, field in below} | aliases.keys())
+    if near is not None and near in aliases:
+        return _suggestions(near, owner, root)
+    return own + [f"{path}.{field}".lstrip(".") for path, field in below if field == near][:3]
+
+
+def _sentence(path: str, item: Any, title: type[Section] | None, root: type[BaseModel] | None, source: str) -> str:
     kind, value = item["type"], show_value(item["input"])
     where = f"Change it in {source}."
     if kind == "extra_forbidden":
         owner = _owner(item["loc"], title)
         name = str(item["loc"][-1])
-        hint = nearest_field(name, owner, title) if owner is not None else where
+        hint = nearest_field(name, owner, root) if owner is not None else where
         label = owner.__name__ if owner is not None else "its section"
         return f"{path} must be a field of {label}, got an unknown name. {hint}"
     if kind == "missing":
@@ -223,10 +250,10 @@ def _sentence(path: str, item: Any, title: type[Section] | None, source: str) ->
     return f"{path} must {rule}, got {value}. {where}"
 
 
-def _meant(item: Any, title: type[Section] | None) -> str | None:
-    """The known name that an unknown one is nearest to."""
-    owner = _owner(item["loc"], title)
-    return closest(str(item["loc"][-1]), list(owner.model_fields)) if owner is not None else None
+def _meant(item: Any, title: type[Section] | None, root: type[BaseModel] | None) -> list[str]:
+    """Return the settings that an unknown name may mean; none for another kind of mistake."""
+    owner = _owner(item["loc"], title) if item["type"] == "extra_forbidden" else None
+    return _suggestions(str(item["loc"][-1]), owner, root) if owner is not None else []
 
 
 def _path(item: Any, title: type[Section] | None) -> list[str]:

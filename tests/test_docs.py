@@ -29,11 +29,11 @@ _SHORT = (
     "evaluation.num_prompts=8", "train.warmup_steps=1",
 )  # fmt: skip
 _TWO_GROUPS = (
-    "groups=[{'name': 'rollout', 'roles': ['rollout']}, "
+    "role_groups=[{'name': 'rollout', 'roles': ['rollout']}, "
     "{'name': 'actor', 'roles': ['actor', 'advantages', 'reference', 'actor_fwd']}]"
 )
 """In the place of five as the quick start has them, which tests/e2e runs."""
-_ONE_GROUP = "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages', 'critic']}]"
+_ONE_GROUP = "role_groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages', 'critic']}]"
 _GSM8K = (*_SHORT, "data.held_out=8", _TWO_GROUPS)
 RUN_HERE = {
     "rondo show examples/quickstart.py --set train.lr=1e-5": (),
@@ -65,7 +65,7 @@ RUN_HERE = {
         "num_steps=1",
         "data.held_out=8",
         "evaluation.num_prompts=8",
-        "groups.1.threads=1",
+        "role_groups.1.threads=1",
     ),
     "rondo train examples/quickstart_lora.py": (
         "num_steps=2",
@@ -73,7 +73,7 @@ RUN_HERE = {
         "evaluation.num_prompts=8",
         "train.warmup_steps=1",
         "model.build_args={'steps': 6}",
-        "groups=[{'name': 'rollout', 'roles': ['rollout']}, "
+        "role_groups=[{'name': 'rollout', 'roles': ['rollout']}, "
         "{'name': 'actor', 'roles': ['actor', 'advantages', 'actor_fwd']}]",
     ),
     "rondo train examples/on_policy_distillation.py": (
@@ -84,14 +84,14 @@ RUN_HERE = {
         "distillation.support=union",
         "distillation.top_k=4",
         "distillation.divergence=jsd",
-        "groups=[{'name': 'rollout', 'roles': ['rollout']}, "
+        "role_groups=[{'name': 'rollout', 'roles': ['rollout']}, "
         "{'name': 'actor', 'roles': ['actor', 'advantages', 'teacher', 'actor_fwd']}]",
     ),
     "rondo train examples/curriculum.py": (*_SHORT, _TWO_GROUPS),
     "rondo train examples/scored.py": (
         *_SHORT,
         "scorer.model.build_args={'steps': 2, 'base_steps': 6}",
-        "groups=[{'name': 'rollout', 'roles': ['rollout']}, "
+        "role_groups=[{'name': 'rollout', 'roles': ['rollout']}, "
         "{'name': 'actor', 'roles': ['actor', 'advantages', 'reference', 'actor_fwd', 'scorer']}]",
     ),
     "rondo train examples/omni_digits.py": _SHORT,
@@ -106,23 +106,23 @@ RUN_HERE = {
     "rondo train examples/calculator.py": (
         *_SHORT,
         "max_staleness=0",
-        "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
+        "role_groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
     ),
     "rondo train examples/self_play.py": (
         *_SHORT,
         "max_staleness=0",
-        "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
+        "role_groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
     ),
     "rondo train examples/external_agent.py": (
         *_SHORT,
         "max_staleness=0",
         "rollout.prompts_per_step=2",
         "rollout.samples_per_prompt=2",
-        "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
+        "role_groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
     ),
     "rondo train examples/zoom_digits.py": (*_SHORT, _TWO_GROUPS),
     "rondo train examples/memory_agent.py": (*_SHORT, _TWO_GROUPS),
-    "rondo train examples/video_digits.py": (*_SHORT, "groups.1.processes=2"),  # on policy, on two ranks
+    "rondo train examples/video_digits.py": (*_SHORT, "role_groups.1.processes=2"),  # on policy, on two ranks
 }
 STOPPED = "tests/e2e/test_runs.py::test_a_stopped_run_saves_exits_75_and_goes_on_from_there"
 MAKE = "tests/test_make.py::test_make_runs_what_the_readme_says"
@@ -187,7 +187,7 @@ ELSEWHERE = {
     "rondo eval runs/quickstart --live": "tests/launch/test_evaluate.py::"
     "test_a_run_that_goes_on_is_asked_and_waited_for",
     "rondo eval quickstart-hf --config examples/quickstart.py": EVALUATED,
-    "rondo resume runs/quickstart --set groups.1.processes=2": STOPPED,
+    "rondo resume runs/quickstart --set role_groups.1.processes=2": STOPPED,
     "rondo timeline --steps 20:25 --out trace.json": "tests/launch/report/test_timeline.py::"
     "test_the_command_writes_a_trace_and_says_what_is_missing",
     "rondo track runs/quickstart --to tensorboard": "tests/launch/track/test_follow.py::test_by_hand_of_a_finished_run",

@@ -27,6 +27,6 @@ def sets(num_devices: int) -> list[str]:
     """What of `examples/quickstart.py` is changed for so many GPUs."""
     if num_devices == 1:
         group = {"name": "actor", "roles": ["rollout", "actor", "advantages", "reference"], "devices": 1}
-        return ["max_staleness=0", f"groups={[group]}"]
+        return ["max_staleness=0", f"role_groups={[group]}"]
     given = {0: (), 2: (0, 1), 3: (0, 1), 4: (0, 1, 3, 4)}[min(num_devices, 4)]
     return [f"groups.{number}.devices=1" for number in given]

@@ -31,7 +31,7 @@ config = RunConfig(
     **dict(dense)
     | {
         "name": "qwen3_235b_a22b",
-        "groups": fully_async(rollout_replicas=8, rollout_devices=8, actor_processes=64, actor_devices=1),
+        "role_groups": fully_async(rollout_replicas=8, rollout_devices=8, actor_processes=64, actor_devices=1),
         "model": ModelConfig(path="Qwen/Qwen3-235B-A22B"),
         "rollout": dense.rollout.model_copy(
             update={"sglang": SERVERS, "prompts_per_step": 128, "max_new_tokens": 8192, "num_slots": 64}

@@ -23,7 +23,7 @@ config = RunConfig(
     **dict(whole)
     | {
         "name": "qwen3_235b_a22b_lora",
-        "groups": fully_async(rollout_replicas=2, rollout_devices=8, actor_processes=16, actor_devices=1),
+        "role_groups": fully_async(rollout_replicas=2, rollout_devices=8, actor_processes=16, actor_devices=1),
         "train": TrainConfig(**dict(whole.train) | ADAPTERS | {"hot_snapshot": True, "save_every": 50}),
         # Of each replica: two steps of 64 prompt groups, a sample of which takes 6.7 MB.
         "bus": BusConfig(ring_bytes=7 << 30),

@@ -27,7 +27,7 @@ config = RunConfig(
     **dict(dense)
     | {
         "name": "qwen3_30b_a3b",
-        "groups": fully_async(rollout_replicas=1, rollout_devices=8, actor_processes=8, actor_devices=1),
+        "role_groups": fully_async(rollout_replicas=1, rollout_devices=8, actor_processes=8, actor_devices=1),
         "model": ModelConfig(path="Qwen/Qwen3-30B-A3B"),
         "rollout": dense.rollout.model_copy(update={"sglang": SERVERS, "max_new_tokens": 4096}),
         "train": full_size(PARAMETERS, ranks=8, **TRAIN),

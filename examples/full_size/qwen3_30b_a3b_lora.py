@@ -31,7 +31,7 @@ def on_one_machine(whole: RunConfig, name: str, *, publish: str = "adapter") -> 
     servers = whole.rollout.sglang.model_copy(update={"num_servers": 2})
     changes = {
         "name": name,
-        "groups": fully_async(rollout_replicas=1, rollout_devices=4, actor_processes=4, actor_devices=1),
+        "role_groups": fully_async(rollout_replicas=1, rollout_devices=4, actor_processes=4, actor_devices=1),
         "rollout": whole.rollout.model_copy(update={"sglang": servers}),
         "train": TrainConfig(**dict(whole.train) | ADAPTERS | {"mesh": MeshConfig(ep=4), "lora": lora}),
     }

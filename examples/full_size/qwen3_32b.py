@@ -22,7 +22,7 @@ config = RunConfig(
     **dict(smaller)
     | {
         "name": "qwen3_32b",
-        "groups": fully_async(rollout_replicas=1, rollout_devices=8, actor_processes=8, actor_devices=1),
+        "role_groups": fully_async(rollout_replicas=1, rollout_devices=8, actor_processes=8, actor_devices=1),
         "model": ModelConfig(path="Qwen/Qwen3-32B"),
         "rollout": smaller.rollout.model_copy(update={"sglang": SERVERS, "max_new_tokens": 4096}),
         "train": full_size(

@@ -18,7 +18,7 @@ config = RunConfig(
     **dict(whole)
     | {
         "name": "qwen3_8b_lora",
-        "groups": fully_async(rollout_devices=1, actor_devices=1),
+        "role_groups": fully_async(rollout_devices=1, actor_devices=1),
         "train": full_size(
             8.2e9,
             ranks=1,

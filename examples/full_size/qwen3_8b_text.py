@@ -41,7 +41,7 @@ config = RunConfig(
     name="qwen3_8b_text",
     num_steps=200,
     max_staleness=1,
-    groups=fully_async(rollout_replicas=4, rollout_devices=1, actor_processes=4, actor_devices=1),
+    role_groups=fully_async(rollout_replicas=4, rollout_devices=1, actor_processes=4, actor_devices=1),
     model=ModelConfig(path="Qwen/Qwen3-8B"),
     data=DataConfig(
         path="gsm8k/train.jsonl",
@@ -53,7 +53,7 @@ config = RunConfig(
     ),
     evaluation=EvalConfig(num_prompts=256),
     reward=RewardConfig(function=same_number, num_workers=4),
-    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
+    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, loss_aggregation="token"),
     rollout=RolloutConfig(
         prompts_per_step=64,
         samples_per_prompt=8,

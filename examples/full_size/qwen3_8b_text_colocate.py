@@ -19,7 +19,7 @@ config = RunConfig(
     | {
         "name": "qwen3_8b_text_colocate",
         "max_staleness": 0,
-        "groups": colocate(processes=8, devices=1),
+        "role_groups": colocate(processes=8, devices=1),
         "train": full_size(8.2e9, ranks=8, lr=1e-6, warmup_steps=10, save_every=50),
     }
 )

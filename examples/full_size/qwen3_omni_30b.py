@@ -38,7 +38,7 @@ config = RunConfig(
     name="qwen3_omni_30b",
     num_steps=200,
     max_staleness=1,
-    groups=fully_async(rollout_replicas=1, rollout_devices=8, actor_processes=8, actor_devices=1),
+    role_groups=fully_async(rollout_replicas=1, rollout_devices=8, actor_processes=8, actor_devices=1),
     model=ModelConfig(path="Qwen/Qwen3-Omni-30B-A3B-Instruct"),
     data=DataConfig(
         path="media/train.jsonl", prompt="messages", label="answer", apply_chat_template=True, held_out=256
@@ -54,7 +54,7 @@ config = RunConfig(
     ),
     evaluation=EvalConfig(num_prompts=256),
     reward=RewardConfig(function=names_the_answer, num_workers=4),
-    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
+    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, loss_aggregation="token"),
     rollout=RolloutConfig(
         prompts_per_step=64,
         samples_per_prompt=8,

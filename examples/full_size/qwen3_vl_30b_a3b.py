@@ -26,7 +26,7 @@ config = RunConfig(
     **dict(dense)
     | {
         "name": "qwen3_vl_30b_a3b",
-        "groups": fully_async(rollout_replicas=1, rollout_devices=8, actor_processes=8, actor_devices=1),
+        "role_groups": fully_async(rollout_replicas=1, rollout_devices=8, actor_processes=8, actor_devices=1),
         "model": ModelConfig(path="Qwen/Qwen3-VL-30B-A3B-Instruct"),
         "rollout": dense.rollout.model_copy(update={"sglang": SERVERS}),
         "train": full_size(PARAMETERS, ranks=8, **TRAIN | ROUTED),

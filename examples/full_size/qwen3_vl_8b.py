@@ -37,7 +37,7 @@ config = RunConfig(
     name="qwen3_vl_8b",
     num_steps=200,
     max_staleness=1,
-    groups=fully_async(rollout_replicas=4, rollout_devices=1, actor_processes=4, actor_devices=1),
+    role_groups=fully_async(rollout_replicas=4, rollout_devices=1, actor_processes=4, actor_devices=1),
     model=ModelConfig(path="Qwen/Qwen3-VL-8B-Instruct"),
     data=DataConfig(
         path="pictures/train.jsonl",
@@ -51,7 +51,7 @@ config = RunConfig(
     media=MediaConfig(image_max_tokens=1024, num_workers=4, max_group_bytes=26 << 20),
     evaluation=EvalConfig(num_prompts=256),
     reward=RewardConfig(function=names_the_answer, num_workers=4),
-    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, normalizer="token"),
+    algorithm=AlgorithmConfig(name="grpo", clip_low=0.2, clip_high=0.28, loss_aggregation="token"),
     rollout=RolloutConfig(
         prompts_per_step=64,
         samples_per_prompt=8,

@@ -20,7 +20,7 @@ config = RunConfig(
     | {
         "name": "qwen3_vl_8b_colocate",
         "max_staleness": 0,
-        "groups": colocate(processes=8, devices=1),
+        "role_groups": colocate(processes=8, devices=1),
         "train": full_size(8.8e9, ranks=8, **TRAIN),
     }
 )

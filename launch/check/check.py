@@ -105,7 +105,7 @@ def node_bytes(config: RunConfig, folder: Path) -> int:
     if errors := [finding.text for finding in findings if finding.level == "error"]:
         raise ConfigError("\n".join(errors))
     assert seen.facts.shape is not None
-    counts = {group.name: config.most_replicas(group) * group.processes for group in config.groups}
+    counts = {group.name: config.most_replicas(group) * group.processes for group in config.role_groups}
     return sum(node_parts(config, seen.facts, seen.facts.shape, counts).values())
 
 
@@ -203,7 +203,7 @@ def _learning(config: RunConfig) -> Iterator[Finding]:
     else:
         engine = "the embedded engine" if rollout.sglang is None else "SGLang"
         why = f"{engine} in {config.model.dtype} and the trainer in {train.dtype} do not give equal log-probs"
-    later = train.optimizer_steps_per_batch - 1 if source == "self" else 0
+    later = train.num_mini_batches - 1 if source == "self" else 0
     cost = (
         f", by a forward more for {later} of {later + 1} mini-batches, before the first optimizer step" if later else ""
     )
@@ -294,7 +294,7 @@ def _host(config: RunConfig) -> Iterator[Finding]:
             "Set admin.port=0 for a free port on admin.host='127.0.0.1'"
         )
     # Advantages take milliseconds a step; a device computes for its process.
-    busy = [group for group in config.groups if group.roles != ("advantages",) and not group.devices]
+    busy = [group for group in config.role_groups if group.roles != ("advantages",) and not group.devices]
     threads = sum(group.replicas * group.processes * group.threads for group in busy)
     if threads > num_cores():
         yield note(
@@ -354,11 +354,11 @@ def _model(config: RunConfig, facts: Facts) -> Iterator[Finding]:
 
 def _devices(config: RunConfig, facts: Facts) -> Iterator[Finding]:
     """Every process that asks for a device must get one of its own."""
-    wanted = {g.name: g.replicas * g.processes * g.devices for g in config.groups if g.devices}
+    wanted = {g.name: g.replicas * g.processes * g.devices for g in config.role_groups if g.devices}
     if wanted and facts.num_devices is not None and sum(wanted.values()) > facts.num_devices:
         shown = " + ".join(f"{name} {count}" for name, count in wanted.items())
         yield error(
-            f"groups must ask for at most the devices of this machine, {facts.num_devices}, got {shown} = "
+            f"role_groups must ask for at most the devices of this machine, {facts.num_devices}, got {shown} = "
             f"{sum(wanted.values())}. Lower processes or replicas, or set devices=0 to compute on the CPU; "
             "a run on several machines cannot be started"
         )

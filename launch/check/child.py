@@ -53,7 +53,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     question = orjson.loads((folder / QUESTION).read_bytes())
     config, report = unresolve(question["config"]), Report()
-    if any(group.devices for group in config.groups):
+    if any(group.devices for group in config.role_groups):
         import torch
 
         report.facts.num_devices = num = torch.cuda.device_count()
@@ -250,7 +250,7 @@ def look_at_memory(config: RunConfig, report: Report) -> None:
     policy = Tracer(config, report.facts.model_path)
     named = config.distillation.named() if config.distillation is not None else {}
     teachers = {teaching(name): (name, teacher.model or config.model) for name, teacher in named.items()}
-    for group in config.groups:
+    for group in config.role_groups:
         for name in traces(config, group):
             if name in report.facts.traced or (name in (JUDGE, SCORER) and name not in report.facts.judge_paths):
                 continue  # an error says why
@@ -296,7 +296,7 @@ def plenty(config: RunConfig, facts: Facts) -> bool:
     if facts.shape is None:
         return True
     most = at_most(config, facts.shape) + _FLOAT * (facts.teacher_parameters + facts.judge_parameters)
-    on_host = sum(group.replicas * group.processes for group in config.groups if not group.devices)
+    on_host = sum(group.replicas * group.processes for group in config.role_groups if not group.devices)
     free, _ = free_memory_bytes()
     devices = facts.device_bytes is None or _PLENTY * most <= facts.device_bytes
     return devices and _PLENTY * most * on_host <= free

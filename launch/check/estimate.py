@@ -4,7 +4,7 @@ Owns what is computed: of the engine its copy of the weights, its cache and its 
 engine holds it. What trains, scores and takes prompts in is traced (`trace.py`), and comes here as numbers. What allocators leave
 between blocks, and kernels' workspace, is in neither: leave some room. Imports no torch.
 
-    held_by(config, facts.shape, facts.traced, config.groups[0])   ->   (Sizes("traced at ...", {"parameters": ...}), Sizes(...))
+    held_by(config, facts.shape, facts.traced, config.role_groups[0]) -> (Sizes("traced at ...", {"parameters": ...}), Sizes(...))
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _HOT_C = 85
 def probe(config: RunConfig, facts: Facts, folder: Path, nursery: Nursery) -> Iterator[Finding]:
     """Tries everything, one after the other. `folder`: for logs and answers, gone afterwards."""
     trying = _Trying(folder, nursery)
-    num_devices = sum(group.replicas * group.processes * group.devices for group in config.groups)
+    num_devices = sum(group.replicas * group.processes * group.devices for group in config.role_groups)
     yield from _disk(config, facts, trying)
     yield from _memory(config, facts, trying)
     yield from _limits(config, num_devices)
@@ -147,7 +147,7 @@ def _memory(config: RunConfig, facts: Facts, trying: _Trying) -> Iterator[Findin
 
 def _limits(config: RunConfig, num_devices: int) -> Iterator[Finding]:
     """What the system lets a user have open, and running."""
-    num = sum(group.replicas * (group.processes + 2) for group in config.groups)
+    num = sum(group.replicas * (group.processes + 2) for group in config.role_groups)
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _FILES + _FILES_OF_EACH * num
     found = (note if files < needed else ok, f"{files} files may be open at once, of which the run may need {needed}")

@@ -4,7 +4,7 @@ Owns placement on equal nodes, and what each node and device would hold. Does no
 the rules of the settings among themselves (`check.py`). Starts and asks nothing: a full-size run is judged on a laptop.
 
     target = Target(num_nodes=2, num_devices=8, device_bytes=80 << 30, memory_bytes=1000 << 30)
-    placed = place(config.groups, target)        # [Placed("actor-0", group, {0: 8}), Placed("rollout-0", group, {1: 1}), ...]
+    placed = place(config.role_groups, target)   # [Placed("actor-0", group, {0: 8}), Placed("rollout-0", group, {1: 1}), ...]
 
 Placement: replicas with the most devices first, in the order of the groups where equal. One that a node can hold goes to the
 first node with enough free devices; a larger one takes whole free nodes. What needs no device goes to node 0. Every process that
@@ -109,12 +109,12 @@ def processes_on(placed: Sequence[Placed], node: int) -> Counter[str]:
 
 def judge_target(config: RunConfig, target: Target, facts: Facts) -> Iterator[Finding]:
     """Without sizes and shape of the model among the `facts` only placement is judged."""
-    wanted = Counter({group.name: group.replicas * group.processes * group.devices for group in config.groups})
+    wanted = Counter({group.name: group.replicas * group.processes * group.devices for group in config.role_groups})
     shown = " + ".join(f"{name} {number}" for name, number in wanted.items() if number)
-    placed = place(config.groups, target)
+    placed = place(config.role_groups, target)
     if isinstance(placed, str):
         yield error(
-            f"groups must find their devices on {_nodes(target)}, got {shown} = {wanted.total()}: {placed}. "
+            f"role_groups must find their devices on {_nodes(target)}, got {shown} = {wanted.total()}: {placed}. "
             "Lower processes or replicas, or use more nodes"
         )
         return
@@ -136,7 +136,7 @@ def judge_target(config: RunConfig, target: Target, facts: Facts) -> Iterator[Fi
 def judge_devices(config: RunConfig, facts: Facts, device_bytes: int) -> Iterator[Finding]:
     """Of each group that computes on devices: whether it fits, and what a process that trains sends and takes at most."""
     assert facts.shape is not None
-    for group in config.groups:
+    for group in config.role_groups:
         held_at = moments(config, facts.shape, facts.traced, group, device_bytes) if group.devices else {}
         for when, held in held_at.items():
             needed = sum(each.needed for each in held)
@@ -160,7 +160,7 @@ def tell_hosts(config: RunConfig, facts: Facts) -> Iterator[Finding]:
     """What a process of each group holds that computes on the CPU."""
     if facts.shape is None:
         return
-    for group in config.groups:
+    for group in config.role_groups:
         if not group.devices and (held := held_by(config, facts.shape, facts.traced, group)):
             yield ok(f"{group.name} takes {show_bytes(sum(each.needed for each in held))} a process: {_told(held)}")
 
@@ -193,8 +193,8 @@ def segment_bytes(
     copy of a checkpoint while it is written. Of the whole run, or of a node with so many `processes` of each group. Without a
     `shape` every parameter is taken to be trained."""
     if processes is None:
-        processes = {group.name: group.replicas * group.processes for group in config.groups}
-    groups = [(group, processes.get(group.name, 0)) for group in config.groups]
+        processes = {group.name: group.replicas * group.processes for group in config.role_groups}
+    groups = [(group, processes.get(group.name, 0)) for group in config.role_groups]
     width = WIDTHS[config.model.dtype]
     if config.adapts_engines and shape is not None:
         num_parameters, num_tensors = shape.adapters, shape.adapter_tensors
@@ -229,11 +229,11 @@ def version_bytes(
     config: RunConfig, num_parameters: int, shape: Shape | None, processes: Mapping[str, int] | None = None
 ) -> dict[str, int]:
     """Of a version with its moments, as a checkpoint has it, by the role that trains it; arguments as of `segment_bytes`."""
-    counts = processes or {group.name: group.replicas * group.processes for group in config.groups}
+    counts = processes or {group.name: group.replicas * group.processes for group in config.role_groups}
     return {
         role: sum(
             counts.get(group.name, 0) * _snapshot(config, num_parameters, shape, group.processes, role)
-            for group in config.groups
+            for group in config.role_groups
             if role in group.roles
         )
         for role in TRAINED
@@ -281,7 +281,7 @@ def node_parts(config: RunConfig, facts: Facts, shape: Shape, counts: Mapping[st
             _HEAVY + 2 * max(config.media.max_group_bytes, config.media.max_turn_bytes)
         )
     computing = programs = asleep = 0
-    for group in config.groups:
+    for group in config.role_groups:
         number = counts.get(group.name, 0)
         heavy = bool(_RUNS_A_MODEL & set(group.roles))
         programs += number * ((_HEAVY if heavy else _LIGHT) + (workers if "rollout" in group.roles else 0))

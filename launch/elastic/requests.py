@@ -178,7 +178,7 @@ class Requests:
             return Status.REJECTED, f"num_replicas must be at least {least}, got {target}. {advice} the run to end all"
         if (most := self.most(wish.role)) is not None and target > most:
             why = f"num_replicas of {wish.role} must be at most {most} on this machine, got {target}"
-            return Status.REJECTED, f"{why}. Ask for fewer, or start the run with more groups[{group}].replicas"
+            return Status.REJECTED, f"{why}. Ask for fewer, or start the run with more role_groups[{group}].replicas"
         if target == num:
             return Status.NOOP, f"there are {num} replicas already"
         if (target > num) != (wish.action == "scale_out"):

@@ -63,7 +63,7 @@ class Room:
     def _free_places(self, group: RoleGroup, living: Iterable[str]) -> list[int]:
         """First devices of as many replicas as there is room for."""
         prepared = read_json(self._prepared)
-        width = {each.name: each.processes * each.devices for each in self._config.groups}
+        width = {each.name: each.processes * each.devices for each in self._config.role_groups}
         taken: set[int] = set()
         for name, first in prepared["first_devices"].items():
             if name in living:

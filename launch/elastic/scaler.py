@@ -94,7 +94,9 @@ class Scaler:
         self._supervisor, self._config = supervisor, config
         self._tell, self._proved, self._clock = tell, proved, time.monotonic
         self._room, self._run = Room(config, run), run
-        self._groups = {group.name: group for group in config.groups if not (fixed or set(TRAINED) & set(group.roles))}
+        self._groups = {
+            group.name: group for group in config.role_groups if not (fixed or set(TRAINED) & set(group.roles))
+        }
         limits = config.supervision
         self._requests = Requests(
             {role: group.name for group in self._groups.values() for role in group.roles},
@@ -108,7 +110,10 @@ class Scaler:
             failure=supervisor.last_failure,
             no_engines=_no_engines(config),
             fixed={
-                role: g.name for g in config.groups if set(TRAINED) & set(g.roles) and not fixed for role in g.roles
+                role: g.name
+                for g in config.role_groups
+                if set(TRAINED) & set(g.roles) and not fixed
+                for role in g.roles
             },
         )
         self._ref = ref
@@ -296,7 +301,9 @@ def _least(config: RunConfig) -> dict[str, int]:
 
 def _most(config: RunConfig) -> dict[str, int]:
     """Role group -> replicas that there may be, of those that compute on the cores, which nobody runs out of."""
-    most = {group.name: max(num_cores(), config.most_replicas(group)) for group in config.groups if not group.devices}
+    most = {
+        group.name: max(num_cores(), config.most_replicas(group)) for group in config.role_groups if not group.devices
+    }
     return {name: _TIMES * num for name, num in most.items()}
 
 

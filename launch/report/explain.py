@@ -62,7 +62,7 @@ class Setup:
     @classmethod
     def of(cls, settings: Mapping[str, Any], num_cores: int) -> Setup:
         """From config.resolved.json."""
-        groups, rollout = settings["groups"], settings["rollout"]
+        groups, rollout = settings["role_groups"], settings["rollout"]
         (of_actor,) = (group["roles"] for group in groups if "actor" in group["roles"])
         return cls(
             max_staleness=settings["max_staleness"],

@@ -5,7 +5,7 @@ Owns the table of names, what a name stands for, which options contradict it, an
 user's, which every process looks up for itself (`function_of`). Imports no torch.
 
     AlgorithmConfig(name="dapo", kl_coef=0.02)
-        -> advantage="group_mean_std", normalizer="token", clip_low=0.2, clip_high=0.28, kl_coef=0.02, ...
+        -> advantage="group_mean_std", loss_aggregation="token", clip_low=0.2, clip_high=0.28, kl_coef=0.02, ...
 
 Invariant: an option that is not set, or None (but for `normalize_batch`, where None is a choice), is what the algorithm of that
 name stands for; an option that contradicts what makes the algorithm what it is (`FIXED`) is refused, never ignored.
@@ -25,7 +25,7 @@ Advantage = Literal[
     "group_mean_std", "group_mean", "leave_one_out", "group_mean_ratio", "reward_to_go", "decoupled", "turns", "gae"
 ]
 PolicyLoss = Literal["ppo_clip", "gspo", "gspo_token", "m2po", "sapo", "reinforce", "cispo_signed", "p3o"]
-Normalizer = Literal["sample", "token", "constant"]
+LossAggregation = Literal["sample", "token", "constant"]
 KlEstimator = Literal["k1", "k2", "k3", "low_var", "unbiased"]
 OldLogProbs = Literal["self", "actor_fwd", "rollout"]
 KlIn = Literal["loss", "reward"]
@@ -39,55 +39,57 @@ ALGORITHMS: Mapping[str, Mapping[str, Any]] = {
     "grpo": {},
     # Liu et al. 2025, Understanding R1-Zero-Like Training, arXiv 2503.20783, section 3.2: neither divided by the
     # standard deviation of the group nor by the length of the response.
-    "dr_grpo": {"advantage": "group_mean", "normalizer": "constant"},
+    "dr_grpo": {"advantage": "group_mean", "loss_aggregation": "constant"},
     # Yu et al. 2025, DAPO, arXiv 2503.14476, equations 8 to 12: clip-higher, token-level loss, dynamic sampling.
-    "dapo": {"normalizer": "token", "clip_high": 0.28, "needs_dynamic_sampling": True},
+    "dapo": {"loss_aggregation": "token", "clip_high": 0.28, "needs_dynamic_sampling": True},
     # Zheng et al. 2025, GSPO, arXiv 2507.18071: one ratio a sample, and so clips a thousand times narrower.
     "gspo": {"policy_loss": "gspo", "clip_low": 3e-4, "clip_high": 4e-4},
     "gspo_token": {"policy_loss": "gspo_token", "clip_low": 3e-4, "clip_high": 4e-4},
     # Gao et al. 2025, SAPO, arXiv 2511.20347.
     "sapo": {"policy_loss": "sapo"},
     # MiniMax 2025, MiniMax-M1, arXiv 2506.13585; its bounds are those of ScaleRL (Khatri et al. 2025, arXiv 2510.13786).
-    "cispo": {"policy_loss": "reinforce", "normalizer": "token", "clip_low": 1.0, "clip_high": 4.0},
-    "cispo_signed": {"policy_loss": "cispo_signed", "normalizer": "token"},
+    "cispo": {"policy_loss": "reinforce", "loss_aggregation": "token", "clip_low": 1.0, "clip_high": 4.0},
+    "cispo_signed": {"policy_loss": "cispo_signed", "loss_aggregation": "token"},
     # Ahmadian et al. 2024, Back to Basics, arXiv 2402.14740.
     "rloo": {
-        "advantage": "leave_one_out", "policy_loss": "reinforce", "normalizer": "token", "clip_low": 1.0, "clip_high": 1.0,
+        "advantage": "leave_one_out", "policy_loss": "reinforce", "loss_aggregation": "token", "clip_low": 1.0, "clip_high": 1.0,
     },
     # Hu et al. 2025, REINFORCE++, arXiv 2501.03262: no baseline but the step's own mean; and its form with the group's.
     "reinforce_plus_plus": {
-        "advantage": "reward_to_go", "normalizer": "token", "normalize_batch": "tokens", "kl": "k1", "kl_in": "reward",
+        "advantage": "reward_to_go", "loss_aggregation": "token", "normalize_batch": "tokens", "kl": "k1", "kl_in": "reward",
         "min_group_size": 1, "needs_full_step": True,
     },
     "reinforce_plus_plus_baseline": {
-        "advantage": "group_mean", "normalizer": "token", "normalize_batch": "tokens", "kl": "k2", "needs_full_step": True,
+        "advantage": "group_mean", "loss_aggregation": "token", "normalize_batch": "tokens", "kl": "k2", "needs_full_step": True,
     },
     # Zheng et al. 2025, Prosperity before Collapse, arXiv 2510.01161.
     "m2po": {
-        "policy_loss": "m2po", "normalizer": "token", "clip_low": 0.3, "clip_high": 0.5, "old_log_probs": "rollout",
+        "policy_loss": "m2po", "loss_aggregation": "token", "clip_low": 0.3, "clip_high": 0.5, "old_log_probs": "rollout",
         "needs_full_step": True,
     },
     # Liu et al. 2026, GDPO, arXiv 2601.05242.
     "gdpo": {"advantage": "decoupled", "normalize_batch": "samples", "needs_full_step": True},
     # Fakoor et al. 2019, P3O, arXiv 1905.01756.
-    "p3o": {"policy_loss": "p3o", "normalizer": "token", "old_log_probs": "rollout", "needs_full_step": True},
+    "p3o": {"policy_loss": "p3o", "loss_aggregation": "token", "old_log_probs": "rollout", "needs_full_step": True},
     # Tajwar et al. 2026, Maximum Likelihood Reinforcement Learning, arXiv 2602.02710.
     "maxrl": {
-        "advantage": "group_mean_ratio", "policy_loss": "reinforce", "normalizer": "token", "clip_low": 1.0, "clip_high": 1.0,
+        "advantage": "group_mean_ratio", "policy_loss": "reinforce", "loss_aggregation": "token", "clip_low": 1.0,
+        "clip_high": 1.0,
     },
     # Schulman et al. 2017, arXiv 1707.06347, with a critic's values and advantages over the step's tokens brought to mean 0 and
     # deviation 1, as PPO is run on language models (Ouyang et al. 2022, arXiv 2203.02155).
     "ppo": {
-        "advantage": "gae", "normalizer": "token", "normalize_batch": "tokens", "needs_full_step": True, "min_group_size": 1,
+        "advantage": "gae", "loss_aggregation": "token", "normalize_batch": "tokens", "needs_full_step": True,
+        "min_group_size": 1,
     },
 }  # fmt: skip
 """Name -> where it differs from the defaults."""
 
 FIXED: Mapping[str, tuple[str, ...]] = {
-    "dr_grpo": ("advantage", "normalizer"),
-    "dapo": ("normalizer",),
-    "gspo": ("policy_loss", "normalizer"),
-    "gspo_token": ("policy_loss", "normalizer"),
+    "dr_grpo": ("advantage", "loss_aggregation"),
+    "dapo": ("loss_aggregation",),
+    "gspo": ("policy_loss", "loss_aggregation"),
+    "gspo_token": ("policy_loss", "loss_aggregation"),
     "sapo": ("policy_loss",),
     "cispo": ("policy_loss",),
     "cispo_signed": ("policy_loss",),
@@ -145,7 +147,7 @@ class AlgorithmConfig(Section):
     """Weight of the policy's entropy at each token, which the loss rewards."""
     normalize_std: bool | None = None
     """Whether advantages are divided by the standard deviation of their prompt group: another word for `advantage`."""
-    normalizer: Normalizer = "sample"
+    loss_aggregation: LossAggregation = "sample"
     """What a step's summed loss is divided by: samples (of token means), tokens, or samples x max_new_tokens."""
     normalize_batch: BatchNormalization | None = None
     """Brings the advantages of a whole step to mean 0 and deviation 1, over its tokens or over its samples. None, where it is
@@ -291,7 +293,7 @@ class AlgorithmConfig(Section):
         """Whether the loss looks at whole samples, or counts them, so that all rows of one belong into one micro-batch: any of
         them may be without a token that trains."""
         ours = ("ppo_clip", "m2po", "sapo", "reinforce", "cispo_signed", "p3o")
-        by_token = self.normalizer == "token" and self.normalize_batch != "samples" and self.policy_loss in ours
+        by_token = self.loss_aggregation == "token" and self.normalize_batch != "samples" and self.policy_loss in ours
         return not by_token or self.tis_level != "token" or self.opsm_delta is not None or self.correction is not None
 
     @property
@@ -346,6 +348,6 @@ def old_log_probs_source(
     if config.old_log_probs == "actor_fwd" and not has_actor_fwd:
         raise ValueError(
             "algorithm.old_log_probs must name a role of the run, got 'actor_fwd' without an actor_fwd role. "
-            "Add the role to `groups`, or set algorithm.old_log_probs to 'rollout' or 'auto'"
+            "Add the role to `role_groups`, or set algorithm.old_log_probs to 'rollout' or 'auto'"
         )
     return config.old_log_probs

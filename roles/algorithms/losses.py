@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from rondo.roles.algorithms.algorithm import AlgorithmConfig, Normalizer, function_of
+from rondo.roles.algorithms.algorithm import AlgorithmConfig, LossAggregation, function_of
 from rondo.roles.algorithms.batch import Batch, Measured, bounded_exp
 from rondo.roles.algorithms.corrections import CORRECTIONS, left_behind
 from rondo.roles.algorithms.divergence import k3, kl
@@ -37,13 +37,13 @@ Beside = Callable[[Batch], tuple[torch.Tensor | None, Measured]]
 """A term of the loss of every token [N], or None, and what it measures."""
 
 
-def denominator(total: LossSums, normalizer: Normalizer, max_new_tokens: int) -> float:
+def denominator(total: LossSums, loss_aggregation: LossAggregation, max_new_tokens: int) -> float:
     """What the summed loss and its gradient are divided by; at least 1, since a step may be masked whole. Samples are those with
     a token that trains; tokens those that a correction left in the loss, whose sum is "kept_fraction"."""
-    if normalizer == "token":
+    if loss_aggregation == "token":
         return max(1.0, float(total.sums["kept_fraction"]))
     samples = max(1.0, float(total.sums["samples"]))
-    return samples * max_new_tokens if normalizer == "constant" else samples
+    return samples * max_new_tokens if loss_aggregation == "constant" else samples
 
 
 def policy_sums(
@@ -128,7 +128,7 @@ def policy_sums(
         loss = loss if further is None else loss + further
         measured.update(told)
 
-    if algorithm.normalizer == "sample":
+    if algorithm.loss_aggregation == "sample":
         loss = loss * batch.to_tokens(1.0 / batch.sums(stays.float()).clamp(min=1).float())
     tokens_S = batch.sums(keep.float())
     trained = tokens_S > 0

@@ -13,7 +13,7 @@ Invariant: settings that contradict each other, or that could have no effect, ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,6 +23,7 @@ from rondo.models.media.config import MediaConfig
 from rondo.roles.algorithms.algorithm import AlgorithmConfig, OldLogProbs, old_log_probs_source
 from rondo.roles.algorithms.teachers import DistillationConfig, TeacherConfig
 from rondo.roles.config.agreement import depends_on_time, media_suit_the_engine, sections_agree
+from rondo.roles.config.aliases import ALIASES
 from rondo.roles.config.data import (
     NO_REWARD,
     CurriculumConfig,
@@ -113,6 +114,7 @@ __all__ = [
 class JobConfig(Section):
     """Everything that a role needs to do its work, wherever it runs."""
 
+    aliases: ClassVar[Mapping[str, str]] = ALIASES
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
     """Names the run's directory."""
     job: Literal["rl", "sft", "dpo", "reward_model"] = "rl"
@@ -285,13 +287,13 @@ class JobConfig(Section):
     @property
     def num_updates(self) -> int:
         """Optimizer steps that make one policy version of the one before."""
-        return self.train.optimizer_steps_per_batch * self.train.epochs
+        return self.train.num_mini_batches * self.train.passes
 
     @property
-    def critic_epochs(self) -> int:
+    def critic_passes(self) -> int:
         """Passes of the critic over the prompt groups of a step."""
-        own = self.critic.epochs if self.critic is not None else None
-        return self.train.epochs if own is None else own
+        own = self.critic.passes if self.critic is not None else None
+        return self.train.passes if own is None else own
 
     def trains_policy(self, step: int) -> bool:
         """Whether a step trains the policy, or the critic alone."""
@@ -307,7 +309,7 @@ class JobConfig(Section):
     @property
     def on_policy(self) -> bool:
         """Whether every row is first trained on under the version that it was sampled from."""
-        return self.max_staleness == 0 and self.train.optimizer_steps_per_batch == 1
+        return self.max_staleness == 0 and self.train.num_mini_batches == 1
 
     @property
     def computes_alike(self) -> bool:
@@ -357,9 +359,7 @@ class JobConfig(Section):
         embedded, train = self.rollout.sglang is None, self.train
         if self.adapts_engines:
             return embedded and self.model.dtype == train.dtype
-        return (
-            embedded and train.lora is None and self.model.dtype == "float32" and train.optimizer_steps_per_batch == 1
-        )
+        return embedded and train.lora is None and self.model.dtype == "float32" and train.num_mini_batches == 1
 
     @property
     def computes_reference(self) -> bool:

@@ -179,20 +179,20 @@ def _updates_agree(job: JobConfig) -> Iterator[str]:
         )
     if algorithm.measures_drift and job.num_updates > 1:
         yield (
-            "train.optimizer_steps_per_batch and train.epochs must be 1 with algorithm.policy_loss "
+            "train.num_mini_batches and train.passes must be 1 with algorithm.policy_loss "
             f"{algorithm.policy_loss!r}, whose bounds are those of the weights that a step begins with, and would let later "
-            f"updates go anywhere, got {train.optimizer_steps_per_batch} and {train.epochs}. Set them to 1, or "
+            f"updates go anywhere, got {train.num_mini_batches} and {train.passes}. Set them to 1, or "
             "algorithm.name to 'grpo'"
         )
-    if train.optimizer_steps_per_batch > rollout.prompts_per_step:
+    if train.num_mini_batches > rollout.prompts_per_step:
         yield (
-            "train.optimizer_steps_per_batch must be at most rollout.prompts_per_step, since each trains on prompt groups "
-            f"of its own, got {train.optimizer_steps_per_batch} and {rollout.prompts_per_step}. Lower it"
+            "train.num_mini_batches must be at most rollout.prompts_per_step, since each trains on prompt groups "
+            f"of its own, got {train.num_mini_batches} and {rollout.prompts_per_step}. Lower it"
         )
     if job.num_updates > 1 and not train.hot_snapshot:
         yield (
-            "train.hot_snapshot must be True with several optimizer steps a step (train.optimizer_steps_per_batch x "
-            f"train.epochs = {job.num_updates}), since a step that is stopped between them is undone from it, got False. "
+            "train.hot_snapshot must be True with several optimizer steps a step (train.num_mini_batches x "
+            f"train.passes = {job.num_updates}), since a step that is stopped between them is undone from it, got False. "
             "Remove it, or make one optimizer step"
         )
     if train.lora is not None and train.lora.dropout and job.sft is None:
@@ -228,7 +228,7 @@ def _samples_fit(job: JobConfig) -> Iterator[str]:
         yield (
             f"train.micro_batch_tokens must hold all rows of a sample, rollout.max_rows x {longest} tokens = {joined}, with "
             f"an algorithm that looks at whole samples, got {train.micro_batch_tokens}. Raise it to {joined}, or set "
-            "algorithm.normalizer to 'token'"
+            "algorithm.loss_aggregation to 'token'"
         )
 
 

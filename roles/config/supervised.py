@@ -26,8 +26,8 @@ _OF_SAMPLES = (
     "dpo", "reward_model",
 )  # fmt: skip
 _OF_STEPS = (
-    "optimizer_steps_per_batch",
-    "epochs",
+    "num_mini_batches",
+    "passes",
     "hot_snapshot",
     "release_memory",
     "router_replay",

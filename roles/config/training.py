@@ -106,11 +106,11 @@ class TrainConfig(OptimizerConfig):
     wait_for_room_s: float = Field(21_600.0, ge=0)
     """How long the last save waits for room on a full disk before the run ends without it. One during the run waits beside the
     training until its snapshot's place is needed, or the next is due."""
-    optimizer_steps_per_batch: int = Field(1, ge=1)
-    """Optimizer steps in one pass over the prompt groups of a step, which are divided among them in admission order. They all
-    belong to one policy version."""
-    epochs: int = Field(1, ge=1)
-    """Passes over the prompt groups of a step."""
+    num_mini_batches: int = Field(1, ge=1)
+    """Number of mini-batches that the prompt groups of a step are divided into, in admission order; each gives one optimizer step
+    of every pass. All of these steps belong to one policy version."""
+    passes: int = Field(1, ge=1)
+    """Number of passes over the prompt groups of one step (PPO epochs). `data.num_passes` counts passes over the data set."""
     hot_snapshot: bool = True
     """Keeps the newest version in host memory, so that a restart of the actor loses no committed step."""
     release_memory: bool | None = None
@@ -187,8 +187,8 @@ class CriticConfig(OptimizerConfig):
     also with `train.lora`."""
     only_steps: int = Field(0, ge=0)
     """Steps at the start that train the critic alone: the policy stays as it is."""
-    epochs: int | None = Field(None, ge=1)
-    """Passes over the prompt groups of a step; None: `train.epochs`."""
+    passes: int | None = Field(None, ge=1)
+    """Passes over the prompt groups of a step; None: `train.passes`."""
     value_clip: float | None = Field(0.2, gt=0)
     """How far from the value before the step a value may move before its loss has no gradient further; None bounds nothing."""
 

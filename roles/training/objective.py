@@ -88,7 +88,7 @@ def policy_of(
     balance = Balance.of(model, train, over_ranks=over_ranks)
     backend = Backend(
         make_ready(model, train), PolicyObjective(config, packing, device, balance, over_ranks=over_ranks), train,
-        num_steps=config.num_steps, mesh=mesh, mini_batches=train.optimizer_steps_per_batch, passes=train.epochs,
+        num_steps=config.num_steps, mesh=mesh, mini_batches=train.num_mini_batches, passes=train.passes,
         publishes=config.model.dtype, adapters_alone=config.adapts_engines, offload=train.offload_optimizer,
         scales=train.dtype == "float16", lent=lent,
     )  # fmt: skip
@@ -176,13 +176,13 @@ class PolicyObjective:
         if use.passes:
             return
         self._measure_gap(rows, mine, use)
-        if use.update == 0 and self._config.train.epochs > 1:
+        if use.update == 0 and self._config.train.passes > 1:
             self._first |= zip(use.keys, mine, strict=True)
         if told is not None:
             self._routes |= zip(use.keys, told(), strict=True)
 
     def denominator(self, total: LossSums) -> float:
-        return losses.denominator(total, self._algorithm.normalizer, self._config.rollout.max_new_tokens)
+        return losses.denominator(total, self._algorithm.loss_aggregation, self._config.rollout.max_new_tokens)
 
     def figures(self) -> dict[str, float]:
         white = self._whitening
@@ -228,7 +228,7 @@ class PolicyObjective:
         where those are needed once more. Without a use, rows are a dummy's."""
         packed, heard, told = self._packed(rows), None, None
         if self.balance is not None:
-            again = use is not None and use.passes == 0 and self._config.train.epochs > 1
+            again = use is not None and use.passes == 0 and self._config.train.passes > 1
             heard = self.balance.hears(packed, records=again and self._records(rows))
         ids = self._column([row.compared_ids for row in rows], torch.int64)
         samples = _samples(rows, use)
@@ -260,8 +260,8 @@ class PolicyObjective:
     def _balanced(self, sums: LossSums, loss: torch.Tensor) -> LossSums:
         """With the load-balancing loss of the micro-batch, which weighs in the update as much as its tokens or samples do."""
         config = self._config
-        counted = sums.sums["kept_fraction" if self._algorithm.normalizer == "token" else "samples"].float()
-        scale = config.rollout.max_new_tokens if self._algorithm.normalizer == "constant" else 1
+        counted = sums.sums["kept_fraction" if self._algorithm.loss_aggregation == "token" else "samples"].float()
+        scale = config.rollout.max_new_tokens if self._algorithm.loss_aggregation == "constant" else 1
         weighted = config.train.router_aux_loss_coef * counted * scale * loss
         told = {"router_aux_loss": loss.detach().double() * sums.sums["tokens"]}
         return replace(sums, loss=sums.loss + weighted, sums={**sums.sums, **told})

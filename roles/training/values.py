@@ -78,7 +78,7 @@ def critic_of(config: JobConfig, model: Any, packing: Packing, mesh: Mesh, devic
     assert critic is not None
     return Backend(
         make_ready(model, train_of_critic(config)), ValueObjective(packing, device, clip=critic.value_clip), critic,
-        num_steps=config.num_steps, mesh=mesh, mini_batches=train.optimizer_steps_per_batch, passes=config.critic_epochs,
+        num_steps=config.num_steps, mesh=mesh, mini_batches=train.num_mini_batches, passes=config.critic_passes,
         offload=train.offload_optimizer, scales=train.dtype == "float16",
     )  # fmt: skip
 

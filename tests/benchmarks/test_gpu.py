@@ -81,7 +81,7 @@ def test_the_gap_is_told_of_each_engine_that_is_there(tmp_path: Path) -> None:
 )
 def test_the_quick_start_is_placed_on_the_gpus_that_there_are(num_devices: int, placed: dict[str, int]) -> None:
     config = load(ROOT / "examples" / "quickstart.py", quick_start.sets(num_devices))
-    assert {group.name: group.devices for group in config.groups if group.devices} == placed
+    assert {group.name: group.devices for group in config.role_groups if group.devices} == placed
     assert sum(placed.values()) <= num_devices
 
 

@@ -39,7 +39,7 @@ def test_every_cell_of_a_pretrained_model_is_a_run_that_settings_allow(name: str
     assert (
         (config.distillation is not None)
         == (name == "distillation")
-        == any("teacher" in group.roles for group in config.groups)
+        == any("teacher" in group.roles for group in config.role_groups)
     )
 
 
@@ -47,7 +47,7 @@ def test_every_cell_of_a_pretrained_model_is_a_run_that_settings_allow(name: str
 def test_every_cell_of_distillation_is_a_run_that_settings_allow(name: str) -> None:
     example, sets = distill.VARIANTS[name]
     config = load(ROOT / "examples" / f"{example}.py", settings({**sets, "seed": 3, "num_steps": 100})[1::2])
-    assert any("teacher" in group.roles for group in config.groups) == (
+    assert any("teacher" in group.roles for group in config.role_groups) == (
         name != "grpo"
     ) and config.learns_from_rewards == (name in ("grpo", "both"))
 

@@ -25,7 +25,7 @@ from tests.strength import LONG
 
 SHARED = Path("/dev/shm")
 GROUPS = "[{'name': 'all', 'roles': ['rollout', 'actor', 'advantages', 'reference', 'actor_fwd']}]"
-SETS = (f"groups={GROUPS}", "train.save_every=2", "num_steps=8", "sft.steps=4")
+SETS = (f"role_groups={GROUPS}", "train.save_every=2", "num_steps=8", "sft.steps=4")
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL)
 
 

@@ -84,7 +84,7 @@ def config_of(folder: Path) -> RunConfig:
         num_steps=NUM_STEPS,
         max_staleness=1,
         supervision=SupervisionConfig(silence_s=120, grace_s=120),
-        groups=fully_async(),
+        role_groups=fully_async(),
         model=ModelConfig(
             build="rondo.models.tiny.qwen3:build",
             build_args={"hidden_size": 64, "num_experts": 4, "moe_intermediate_size": 32},
@@ -113,7 +113,11 @@ if __name__ == "__main__":
     config = config_of(Path(folder))
     if fault == "valued":
         critic = CriticConfig(lr=1e-2, lora=LoraConfig(rank=4))
-        own = {"groups": fully_async(critic_processes=2), "algorithm": AlgorithmConfig(name="ppo"), "critic": critic}
+        own = {
+            "role_groups": fully_async(critic_processes=2),
+            "algorithm": AlgorithmConfig(name="ppo"),
+            "critic": critic,
+        }
         config = RunConfig.model_validate(dict(config) | own)
     config = override(config, [text for text in rest if "=" in text])
     specs = group_specs(config)

@@ -56,7 +56,7 @@ config = RunConfig(
     num_steps=8,
     max_staleness=2,
     supervision=SupervisionConfig(silence_s=120, grace_s=120),
-    groups=hybrid(rollout_replicas=2),
+    role_groups=hybrid(rollout_replicas=2),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
     data=DataConfig(rows=words, shuffle=False, held_out=4),
     evaluation=EvalConfig(

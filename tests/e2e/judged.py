@@ -51,7 +51,7 @@ config = RunConfig(
     num_steps=12,
     max_staleness=1,
     supervision=SupervisionConfig(silence_s=120, grace_s=120),
-    groups=hybrid(genrm_replicas=1, scorer_replicas=1),
+    role_groups=hybrid(genrm_replicas=1, scorer_replicas=1),
     model=ModelConfig(build=TINY, build_args={"hidden_size": 32, "num_layers": 1}),
     data=DataConfig(rows=words, held_out=4),
     evaluation=EvalConfig(num_prompts=4),

@@ -70,7 +70,7 @@ def config_of(folder: Path, mode: str, media: str = "") -> RunConfig:
         num_steps=NUM_STEPS,
         max_staleness=staleness,
         supervision=SupervisionConfig(silence_s=120, grace_s=120),
-        groups=MODES[mode],
+        role_groups=MODES[mode],
         roles={"rollout": "tests.e2e.held:HeldRollout"} if staleness else {},
         model=ModelConfig(build=f"rondo.models.tiny.{family}:build", build_args=sizes),  # as SGLang serves mixtures
         data=DataConfig(rows=rows, apply_chat_template=bool(media)),

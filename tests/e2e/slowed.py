@@ -43,7 +43,7 @@ def config_of(folder: Path) -> RunConfig:
         num_steps=PER * (1 + len(ORDER)),
         roles={role: f"{OWN}:{name}" for role, name in SLOW.items()},
         max_staleness=0,  # a step's groups begin when the step before is trained: no slow role reaches into another's steps
-        groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
+        role_groups=fully_async(reference_replicas=1, actor_fwd_replicas=1),
         model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
         data=DataConfig(rows="tests.e2e.updates:words"),
         reward=RewardConfig(function="tests.e2e.updates:parity"),

@@ -22,7 +22,7 @@ def test_every_algorithm_trains_in_every_mode(name: str, mode: str, tmp_path: Pa
     settings = [*SMALL, *settings_of(name, mode, 0, 1e-4, 4, tmp_path), "train.warmup_steps=1"]
     if ALGORITHMS[name].get("needs_dynamic_sampling"):
         settings.append("sft.steps=120")  # some are right, so that not all groups are filtered
-    settings.append(f"train.optimizer_steps_per_batch={updates}")
+    settings.append(f"train.num_mini_batches={updates}")
     line = [*command(tmp_path)[:4], str(QUICKSTART), *(part for text in settings for part in ("--set", text))]
     ended = finish(start(line, tmp_path), tmp_path / "cell")
     assert ended.code == 0, ended.output

@@ -18,7 +18,7 @@ SETS = (
 )  # fmt: skip
 GROUPS = {
     "apart": (),
-    "together": ("groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages'], 'processes': 2}]",),
+    "together": ("role_groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages'], 'processes': 2}]",),
 }
 
 

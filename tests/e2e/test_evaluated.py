@@ -58,7 +58,7 @@ def test_versions_are_evaluated_while_new_weights_interrupt_samples_rewards_rais
     assert (failure["step"], failure["num_failed"]) == (4, 1) and "OSError: no bucket" in failure["why"]
 
     line = [*command(tmp_path)[:3], "eval", str(ended.run_dir), "--checkpoint", "best", "--only", "own", "--plain"]
-    again = to_the_end(rondo, [*line, "--set", "groups.0.replicas=1"], tmp_path / "evaluated-eval")
+    again = to_the_end(rondo, [*line, "--set", "role_groups.0.replicas=1"], tmp_path / "evaluated-eval")
     assert again.code == 0, again.output
     told = orjson.loads((again.run_dir / "evaluation.json").read_bytes())
     assert (told["checkpoint"], told["finished"], told["num_samples"]) == ("step_000004", True, 4)

@@ -168,7 +168,13 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
         (tmp_path / kind).write_text(text)
         (tmp_path / kind).chmod(0o600)
     secure = (f"rollout.endpoint.tls_cert={tmp_path}/cert", f"rollout.endpoint.tls_key={tmp_path}/key")
-    sets = (*TINY, *endless, *secure, f"groups={FEWER}", f"admin.token_file={planted}")  # everything starts three times
+    sets = (
+        *TINY,
+        *endless,
+        *secure,
+        f"role_groups={FEWER}",
+        f"admin.token_file={planted}",
+    )  # everything starts three times
     running = start(command(tmp_path, "--kill", "store@5", sets=sets, config=config), tmp_path)
     read_until(running, "step=1/")
     config.write_text(config.read_text().replace("return 2.0 *", "return 7.0 *"))

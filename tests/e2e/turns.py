@@ -51,7 +51,7 @@ config = RunConfig(
     num_steps=8,
     max_staleness=1,
     supervision=SupervisionConfig(silence_s=120, grace_s=120),
-    groups=fully_async(rollout_replicas=2),
+    role_groups=fully_async(rollout_replicas=2),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
     data=DataConfig(rows=words, label=None),
     samples=SamplesConfig(keep=1),

@@ -36,9 +36,9 @@ TAUGHT = DistillationConfig(
     divergence="jsd",
 )
 MODES: dict[str, dict[str, Any]] = {
-    "fully_async": {"groups": fully_async(actor_processes=2)},
-    "hybrid": {"groups": hybrid(processes=2, teacher=True), "distillation": TAUGHT},
-    "colocate": {"groups": colocate(processes=2, teacher=True), "distillation": TAUGHT},
+    "fully_async": {"role_groups": fully_async(actor_processes=2)},
+    "hybrid": {"role_groups": hybrid(processes=2, teacher=True), "distillation": TAUGHT},
+    "colocate": {"role_groups": colocate(processes=2, teacher=True), "distillation": TAUGHT},
 }
 
 
@@ -66,5 +66,5 @@ config = RunConfig(
         prompts_per_step=6, samples_per_prompt=4, max_prompt_tokens=8, max_new_tokens=6, num_slots=32,
         filter="zero_std", spare_groups=1,
     ),
-    train=TrainConfig(lr=1e-3, micro_batch_tokens=96, optimizer_steps_per_batch=2, epochs=2),
+    train=TrainConfig(lr=1e-3, micro_batch_tokens=96, num_mini_batches=2, passes=2),
 )  # fmt: skip

@@ -18,7 +18,7 @@ from rondo.runtime.errors import ConfigError
 pytest.importorskip("reasoning_gym", reason="`make test-environments` installs reasoning-gym")
 
 ROOT = Path(__file__).parents[2]
-ONE_GROUP = "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]"
+ONE_GROUP = "role_groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]"
 LOOK = """
 import hashlib, json, sys
 from reasoning_gym.factory import DATASETS

@@ -20,7 +20,7 @@ from rondo.runtime.reference import load_reference
 pytest.importorskip("textarena", reason="`make test-environments` installs textarena")
 
 ROOT = Path(__file__).parents[2]
-ONE_GROUP = "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]"
+ONE_GROUP = "role_groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]"
 
 
 def told(name: str, seed: int, *moves: str) -> Iterator[tuple[str, float | None]]:

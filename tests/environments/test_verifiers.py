@@ -126,7 +126,7 @@ def test_a_run_trains_on_what_an_environment_of_verifiers_made(tmp_path: Path) -
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     sets = (
-        "num_steps=2", "max_staleness=0", "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
+        "num_steps=2", "max_staleness=0", "role_groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]",
         "sft.steps=4", "sft.batch_size=8", "sft.warmup_steps=1", "evaluation=null", "rollout.prompts_per_step=2",
         "rollout.samples_per_prompt=2", "train.warmup_steps=0", "rollout.agent.command=[]",
         f"rollout.agent.elsewhere={{'port': {port}, 'token_file': '{token}'}}",

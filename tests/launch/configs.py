@@ -22,7 +22,7 @@ def reward(response, label, *, prompt, metadata):
 config = RunConfig(
     name="demo",
     num_steps=4,
-    groups=fully_async(),
+    role_groups=fully_async(),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32}),
     data=DataConfig(rows=rows, held_out=8),
     evaluation=EvalConfig(num_prompts=8),

@@ -114,7 +114,7 @@ def test_train_tells_every_error_at_once_and_starts_nothing(tmp_path: Path, rond
         f"model.path={tmp_path}/empty",
         f"reward.function={tmp_path}/noisy.py:reward",
         "data.label=answer",
-        "groups.1.processes=17",
+        "role_groups.1.processes=17",
         f"run_dir={tmp_path}/runs",
     ]
     code, output = rondo("train", config, *(part for text in changes for part in ("--set", text)))

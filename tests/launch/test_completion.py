@@ -39,9 +39,9 @@ def test_verbs_options_and_files_are_completed(tmp_path: Path) -> None:
 
 
 def test_settings_and_their_values_are_completed(tmp_path: Path) -> None:
-    assert completed(tmp_path, "rondo check mine.py --set train.optimizer_s") == ["train.optimizer_steps_per_batch="]
+    assert completed(tmp_path, "rondo check mine.py --set train.num_mini") == ["train.num_mini_batches="]
     found = set(paths(RunConfig))
-    assert {"train.schedule=cosine", "groups.0.replicas=", "deterministic=True", "critic.lr="} <= found
+    assert {"train.schedule=cosine", "role_groups.0.replicas=", "deterministic=True", "critic.lr="} <= found
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

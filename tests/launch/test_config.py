@@ -12,6 +12,7 @@ from rondo.launch.groups import RoleGroup
 from rondo.launch.modes import colocate, fully_async, hybrid
 from rondo.launch.plan import coordinator_config
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.section import sections
 from tests.launch import configs
 
 JUDGED = "genrm=dict(model=dict(path='judge'), prompt='{response}'"
@@ -34,7 +35,7 @@ def test_settings_come_back_from_their_json_form_unchanged(tmp_path: Path) -> No
     tree = json.loads(json.dumps(resolve(config)))
     again = unresolve(tree)
     assert resolve(again) == resolve(config)
-    assert again.groups == config.groups and again.train == config.train
+    assert again.role_groups == config.role_groups and again.train == config.train
 
 
 def test_functions_of_a_config_module_are_named_by_its_file(tmp_path: Path) -> None:
@@ -47,7 +48,7 @@ def test_functions_of_a_config_module_are_named_by_its_file(tmp_path: Path) -> N
     ("text", "path", "value"),
     [
         ("train.lr=2e-6", "train.lr", 2e-6),
-        ("groups.0.replicas=3", "groups.0.replicas", 3),
+        ("role_groups.0.replicas=3", "role_groups.0.replicas", 3),
         ("evaluation.at_start=false", "evaluation.at_start", False),
         ("evaluation.at_start=False", "evaluation.at_start", False),
         ("rollout.stop=['\\n', '<end>']", "rollout.stop", ("\n", "<end>")),
@@ -68,6 +69,75 @@ def test_a_setting_can_be_changed_from_the_command_line(tmp_path: Path, text: st
     assert dict(changed(load(configs.write(tmp_path), [text])))[path] == value
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        # Earlier names.
+        ("groups", "Did you mean 'role_groups'?"),
+        (
+            "train.epochs",
+            "Did you mean 'passes'? The first is over the prompt groups of a step, the second over the data.",
+        ),
+        (
+            "critic.epochs",
+            "Did you mean 'passes'? The first is over the prompt groups of a step, the second over the data.",
+        ),
+        ("train.optimizer_steps_per_batch", "Did you mean 'num_mini_batches'?"),
+        ("algorithm.normalizer", "Did you mean 'loss_aggregation'?"),
+        # TRL, verl, slime, prime-rl; in any section.
+        ("train.learning_rate", "Did you mean 'lr'?"),
+        ("sft.learning_rate", "Did you mean 'lr'?"),
+        ("learning_rate", "Did you mean 'train.lr'?"),
+        ("sft.num_train_epochs", "Did you mean 'epochs'?"),
+        (
+            "ppo_mini_batch_size",
+            "Did you mean 'train.num_mini_batches'? It is the number of mini-batches of a step, not their size.",
+        ),
+        ("num_iterations", "Did you mean 'train.passes'?"),
+        ("num_generations", "Did you mean 'rollout.samples_per_prompt'?"),
+        ("rollout.n", "Did you mean 'samples_per_prompt'?"),
+        (
+            "train.gradient_accumulation_steps",
+            "Did you mean 'micro_batch_tokens'? It is the size of a micro-batch, in tokens.",
+        ),
+        (
+            "train.per_device_train_batch_size",
+            "Did you mean 'micro_batch_tokens'? It is the size of a micro-batch, in tokens.",
+        ),
+        ("beta", "Did you mean 'algorithm.kl_coef'?"),
+        ("train.beta", "Did you mean 'algorithm.kl_coef'?"),
+        ("algorithm.epsilon", "Did you mean 'clip_low'?"),
+        ("algorithm.epsilon_high", "Did you mean 'clip_high'?"),
+        ("rollout.max_completion_length", "Did you mean 'max_new_tokens'?"),
+        ("max_response_length", "Did you mean 'rollout.max_new_tokens'?"),
+        ("algorithm.loss_agg_mode", "Did you mean 'loss_aggregation'?"),
+        ("reward_funcs", "Did you mean 'reward.function'?"),
+        ("max_steps", "Did you mean 'num_steps'?"),
+        ("max_async_level", "Did you mean 'max_staleness'?"),
+        # A part of a name, a name of another section, a misspelt one, and one of nobody.
+        ("train.keep", "Did you mean 'keep_checkpoints' or 'rollout.keep' or 'samples.keep'?"),
+        ("prompts_per_stp", "Did you mean 'rollout.prompts_per_step'?"),
+        ("train.learnin_rate", "Did you mean 'lr'?"),
+        ("train.zzz", "`rondo show --schema` lists all settings."),
+    ],
+)
+def test_an_unknown_setting_is_answered_with_the_one_that_is_meant(tmp_path: Path, name: str, advice: str) -> None:
+    assert told(tmp_path, sets=(f"{name}=1",)).endswith(f", got an unknown name. {advice}")
+
+
+def test_a_module_with_a_name_of_another_library_is_answered_alike(tmp_path: Path) -> None:
+    assert told(tmp_path, ("TrainConfig(lr=", "TrainConfig(num_steps=3, learning_rate=")) == (
+        "train.num_steps must be a field of TrainConfig, got an unknown name. Did you mean 'warmup_steps' or 'num_steps'?\n"
+        "train.learning_rate must be a field of TrainConfig, got an unknown name. Did you mean 'lr'?"
+    )
+
+
+def test_every_alias_means_settings_that_exist() -> None:
+    known = {f"{path}.{name}".lstrip(".") for path, section in sections(RunConfig) for name in section.model_fields}
+    meant = {path for text in RunConfig.aliases.values() for path in text.partition("; ")[0].split("|")}
+    assert sorted(meant - known) == []
+
+
 def test_a_key_of_a_dict_that_is_not_set_can_be_set(tmp_path: Path) -> None:
     config = load(configs.write(tmp_path), ["rollout.sglang.python=p", "rollout.sglang.arguments.log-level=info"])
     assert config.rollout.sglang is not None
@@ -85,18 +155,21 @@ def test_later_changes_win_and_a_missing_section_is_made(tmp_path: Path) -> None
     ("text", "error"),
     [
         ("train.lr=-1", "train.lr must be greater than 0, got -1. Change it in the --set options."),
-        ("train.learning_rte=1", "train.learning_rte must be a field of TrainConfig, got an unknown name. Known: "),
+        (
+            "train.learning_rte=1",
+            "train.learning_rte must be a field of TrainConfig, got an unknown name. Did you mean 'lr'?",
+        ),
         ("tain.lr=1", "tain must be a field of RunConfig, got an unknown name. Did you mean 'train'?"),
         (
-            "groups.3.replicas=1",
-            "--set groups.3 must end in an index below 3, got '3'. Count from 0: 0 is rollout, 1 is actor, 2 is",
+            "role_groups.3.replicas=1",
+            "--set role_groups.3 must end in an index below 3, got '3'. Count from 0: 0 is rollout, 1 is actor, 2 is",
         ),
         ("train.lr.x=1", "train.lr must be a section to have fields, got 1e-05. Set train.lr itself"),
         ("train.lr", "--set must look like path=value, got 'train.lr'. For example: --set train.lr=1e-6"),
         ("num_steps=many", "num_steps must be a valid integer, got 'many'. Change it in the --set options."),
         ("num_steps=4.5", "num_steps must be a valid integer, got 4.5. Change it in the --set options."),
         ("name=my run", "name must match pattern '^[A-Za-z0-9][A-Za-z0-9._-]*$', got 'my run'. Change it in the --set"),
-        ("groups=[]", "groups must have at least 1 item, got []. Change it in the --set options."),
+        ("role_groups=[]", "role_groups must have at least 1 item, got []. Change it in the --set options."),
         ("rollout.stop=###", "rollout.stop must be a list, got '###'. Write ['###']."),
         ("train=5", "train must be a TrainConfig, got 5. Set its fields: train=TrainConfig(...)."),
         ("train.lr=True", "train.lr must be a number, got True. Write the number."),
@@ -129,7 +202,10 @@ def test_a_change_that_does_not_fit_is_told(tmp_path: Path, text: str, error: st
 @pytest.mark.parametrize(("setting", "group"), [("train.mesh", "actor's"), ("critic.mesh", "critic's")])
 def test_a_mesh_that_is_wrong_is_told_with_whose_it_is(tmp_path: Path, setting: str, group: str) -> None:
     changes = (
-        ("groups=fully_async()", "groups=fully_async(critic_processes=1), algorithm=AlgorithmConfig(name='ppo')"),
+        (
+            "role_groups=fully_async()",
+            "role_groups=fully_async(critic_processes=1), algorithm=AlgorithmConfig(name='ppo')",
+        ),
         ("lr=1e-5", "lr=1e-5), critic=dict("),
     )
     error = told(tmp_path, *changes, sets=(f"{setting}.dp_shard=3",))
@@ -185,9 +261,9 @@ def test_a_mistake_in_the_module_is_told_with_path_file_and_line(tmp_path: Path)
             "demo_config.py must define `config = RunConfig(...)`, got no such name",
         ),
         (
-            "groups=fully_async()",
-            "groups=fully_async",
-            "groups must be a list, got fully_async. Call it: fully_async().",
+            "role_groups=fully_async()",
+            "role_groups=fully_async",
+            "role_groups must be a list, got fully_async. Call it: fully_async().",
         ),
         (
             "reward=RewardConfig(function=reward)",
@@ -258,7 +334,7 @@ def test_modes_are_lists_of_role_groups() -> None:
 
 def test_staleness_is_0_where_roles_take_turns_and_1_elsewhere_unless_set(tmp_path: Path) -> None:
     def staleness(groups: str, *sets: str) -> int:
-        file = configs.write(tmp_path, ("groups=fully_async()", f"groups={groups}"), name=f"{groups[:3]}.py")
+        file = configs.write(tmp_path, ("role_groups=fully_async()", f"role_groups={groups}"), name=f"{groups[:3]}.py")
         return load(file, sets).max_staleness
 
     assert staleness("fully_async()") == 1
@@ -276,34 +352,37 @@ def test_the_staleness_of_the_mode_is_in_the_resolved_settings(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("groups", "error"),
     [
-        ("fully_async()[:1]", "groups must hold the role 'actor', got rollout without it."),
-        ("fully_async()[1:]", "groups must hold the role 'rollout', got actor, advantages without it."),
-        ("fully_async() * 2", "groups must have different names, got 'rollout' twice. Rename one of them."),
-        ("fully_async(reference_replicas=1)", "groups must not hold the role 'reference' when algorithm.kl_coef is 0"),
+        ("fully_async()[:1]", "role_groups must hold the role 'actor', got rollout without it."),
+        ("fully_async()[1:]", "role_groups must hold the role 'rollout', got actor, advantages without it."),
+        ("fully_async() * 2", "role_groups must have different names, got 'rollout' twice. Rename one of them."),
+        (
+            "fully_async(reference_replicas=1)",
+            "role_groups must not hold the role 'reference' when algorithm.kl_coef is 0",
+        ),
         (
             "fully_async(), algorithm=AlgorithmConfig(kl_coef=0.1)",
-            "groups must hold the role 'reference' when algorithm.kl_coef is not 0, got kl_coef 0.1 without it.",
+            "role_groups must hold the role 'reference' when algorithm.kl_coef is not 0, got kl_coef 0.1 without it.",
         ),
-        ("colocate(actor_fwd=True)", "groups must not hold the role 'actor_fwd' when max_staleness is 0"),
+        ("colocate(actor_fwd=True)", "role_groups must not hold the role 'actor_fwd' when max_staleness is 0"),
         (
             "fully_async(teacher_replicas=1)",
-            "groups must hold the role 'teacher' with distillation, and without it must not, got it",
+            "role_groups must hold the role 'teacher' with distillation, and without it must not, got it",
         ),
         (
             f"fully_async(), {TAUGHT})",
-            "groups must hold the role 'teacher' with distillation, and without it must not, got dist",
+            "role_groups must hold the role 'teacher' with distillation, and without it must not, got dist",
         ),
         (
             f"fully_async(teacher_replicas=1), {TAUGHT}, form='loss', support='union', top_k=2)",
-            "groups must hold the role 'actor_fwd' with distillation.support 'student' or 'union'",
+            "role_groups must hold the role 'actor_fwd' with distillation.support 'student' or 'union'",
         ),
         (
             "fully_async(genrm_replicas=1)",
-            "groups must hold the role 'genrm' with genrm.model, which it serves, and without it",
+            "role_groups must hold the role 'genrm' with genrm.model, which it serves, and without it",
         ),
         (
             f"fully_async(), {JUDGED})",
-            "groups must hold the role 'genrm' with genrm.model, which it serves, and without it",
+            "role_groups must hold the role 'genrm' with genrm.model, which it serves, and without it",
         ),
         (
             f"colocate(genrm=True), {JUDGED}, sglang=dict(python='p'))",
@@ -311,13 +390,13 @@ def test_the_staleness_of_the_mode_is_in_the_resolved_settings(tmp_path: Path) -
         ),
         (
             f"hybrid(genrm_replicas=1, genrm_devices=2), {JUDGED})",
-            "groups[genrm].devices must be 0, or the 1 that a process",
+            "role_groups[genrm].devices must be 0, or the 1 that a process",
         ),
-        ("fully_async(actor_processes=0)", "groups.processes must be greater than or equal to 1, got 0."),
+        ("fully_async(actor_processes=0)", "role_groups.processes must be greater than or equal to 1, got 0."),
     ],
 )
 def test_groups_that_make_no_run_are_told(tmp_path: Path, groups: str, error: str) -> None:
-    assert told(tmp_path, ("groups=fully_async()", f"groups={groups}")).startswith(error)
+    assert told(tmp_path, ("role_groups=fully_async()", f"role_groups={groups}")).startswith(error)
 
 
 @pytest.mark.parametrize(
@@ -368,15 +447,15 @@ def test_an_evaluated_set_is_changed_by_its_path(tmp_path: Path) -> None:
 
 
 def test_a_group_that_trains_cannot_be_replicated(tmp_path: Path) -> None:
-    assert told(tmp_path, sets=("groups.1.replicas=2",)) == (
-        "groups[actor].replicas must be 1 for the group that holds the actor, got 2. "
+    assert told(tmp_path, sets=("role_groups.1.replicas=2",)) == (
+        "role_groups[actor].replicas must be 1 for the group that holds the actor, got 2. "
         "Use processes=2 to train on more ranks."
     )
 
 
 def test_a_group_that_only_generates_has_one_process(tmp_path: Path) -> None:
-    assert told(tmp_path, sets=("groups.0.processes=2",)) == (
-        "groups[rollout].processes must be 1 for a group that generates and does not train, got 2. "
+    assert told(tmp_path, sets=("role_groups.0.processes=2",)) == (
+        "role_groups[rollout].processes must be 1 for a group that generates and does not train, got 2. "
         "Use replicas=2, which come and go alone."
     )
 
@@ -397,10 +476,13 @@ def test_changes_from_the_defaults_are_listed_by_path(tmp_path: Path) -> None:
             ("rollout.straggler_deadline_s=200",),
             "rollout.straggler_deadline_s must be None with deterministic=True, where no prompt group",
         ),
-        (("groups.1.threads=2",), "groups[actor].threads must be 1 with deterministic=True, since threads share sums"),
         (
-            ("groups.1.devices=1",),
-            "groups[actor].devices must be 0 with deterministic=True, which is proved on the CPU",
+            ("role_groups.1.threads=2",),
+            "role_groups[actor].threads must be 1 with deterministic=True, since threads share sums",
+        ),
+        (
+            ("role_groups.1.devices=1",),
+            "role_groups[actor].devices must be 0 with deterministic=True, which is proved on the CPU",
         ),
         (
             ("rollout.filter=zero_std",),
@@ -424,7 +506,7 @@ def on_servers(folder: Path, groups: str, sglang: str) -> Path:
     """A config whose rollouts have `sglang`, a keyword argument or nothing, in these groups."""
     return configs.write(
         folder,
-        ("groups=fully_async()", f"groups={groups}"),
+        ("role_groups=fully_async()", f"role_groups={groups}"),
         ("RolloutConfig(prompts", f"RolloutConfig({sglang} prompts"),
         ("RolloutConfig, TrainConfig", "RolloutConfig, SGLangConfig, TrainConfig"),
     )
@@ -492,7 +574,7 @@ def test_a_trainer_gives_its_memory_only_to_what_generates_in_turn_with_it(
 ) -> None:
     file = configs.write(
         tmp_path,
-        ("groups=fully_async()", f"groups={groups}"),
+        ("role_groups=fully_async()", f"role_groups={groups}"),
         ("RolloutConfig(prompts", f"RolloutConfig({rollout}prompts"),
         ("RolloutConfig, TrainConfig", "EndpointConfig, RolloutConfig, TrainConfig"),
     )
@@ -542,14 +624,14 @@ def test_a_rollout_group_has_the_devices_that_its_servers_take(
         ("rollout_devices=1, actor_devices=1", [], ("bfloat16", "bfloat16")),
         ("actor_devices=1", [], ("float32", "bfloat16")),
         ("actor_devices=1", ["train.dtype=float32"], ("float32", "float32")),
-        ("actor_devices=1", ["groups.1.devices=0", "model.dtype=bfloat16"], ("bfloat16", "float32")),
-        ("", ["groups.1.devices=1", "train.dtype=auto", "train.lr=1"], ("float32", "bfloat16")),
+        ("actor_devices=1", ["role_groups.1.devices=0", "model.dtype=bfloat16"], ("bfloat16", "float32")),
+        ("", ["role_groups.1.devices=1", "train.dtype=auto", "train.lr=1"], ("float32", "bfloat16")),
     ],
 )
 def test_roles_compute_in_bfloat16_where_they_have_devices_unless_told_otherwise(
     tmp_path: Path, devices: str, sets: list[str], dtypes: tuple[str, str]
 ) -> None:
-    found = load(configs.write(tmp_path, ("groups=fully_async()", f"groups=fully_async({devices})")), sets)
+    found = load(configs.write(tmp_path, ("role_groups=fully_async()", f"role_groups=fully_async({devices})")), sets)
     assert (found.model.dtype, found.train.dtype) == dtypes
     recorded = resolve(found)
     assert (recorded["model"]["dtype"], recorded["train"]["dtype"]) == dtypes

@@ -37,14 +37,14 @@ def test_the_engines_of_a_run_evaluate_and_nothing_else_is_placed(
     kl = "0.01" if "reference" in groups else "0"
     file = configs.write(
         tmp_path,
-        ("groups=fully_async()", f"groups={groups}, algorithm=AlgorithmConfig(kl_coef={kl})"),
+        ("role_groups=fully_async()", f"role_groups={groups}, algorithm=AlgorithmConfig(kl_coef={kl})"),
         ("RolloutConfig(prompts", f"RolloutConfig({options}prompts"),
         ("RolloutConfig, TrainConfig", "EndpointConfig, RolloutConfig, SGLangConfig, TrainConfig"),
     )
     found = settings_of(load(file), "hf")
     rollouts = [spec.name for spec in group_specs(found) if spec.role_names == ("rollout",)]
     assert rollouts == [f"rollout-{index}" for index in range(replicas)]
-    assert [group.devices for group in found.groups] == [devices, 0] and found.model.path == "hf"
+    assert [group.devices for group in found.role_groups] == [devices, 0] and found.model.path == "hf"
     assert found.rollout.endpoint is None and found.rollout.keep is None and not found.train.hot_snapshot
     assert found.rollout.max_new_tokens == 8 and found.reward == load(file).reward
 
@@ -85,16 +85,16 @@ _SOURCES = {name: {"rows": f"{EXAMPLES}/quickstart.py:puzzles", "teacher": name}
 def test_what_a_run_learns_from_beside_its_rewards_is_no_part_of_an_evaluation(example: str, sets: list[str]) -> None:
     found = settings_of(load(EXAMPLES / f"{example}.py", sets), "hf")
     assert found.critic is None and found.distillation is None
-    assert [group.roles for group in found.groups] == [("rollout",), ("actor", "advantages")]
+    assert [group.roles for group in found.role_groups] == [("rollout",), ("actor", "advantages")]
 
 
 def test_sets_are_chosen_by_name_and_settings_changed_as_everywhere(tmp_path: Path) -> None:
     config = load(configs.write(tmp_path), (*SETS, "debug.profile={'first': 1, 'last': 2}", "samples.keep=1"))
-    found = settings_of(config, "hf", ["math"], ["evaluation.sets.math.num_prompts=3", "groups.0.replicas=2"])
+    found = settings_of(config, "hf", ["math"], ["evaluation.sets.math.num_prompts=3", "role_groups.0.replicas=2"])
     assert found.debug.profile is None and found.samples.keep == 0  # there is no step
     assert found.evaluation is not None and found.evaluation.every is None and not found.evaluation.at_end
     assert {name: each.num_prompts for name, each in found.evaluation.named_sets().items()} == {"math": 3}
-    assert found.groups[0].replicas == 2
+    assert found.role_groups[0].replicas == 2
     with pytest.raises(ConfigError, match=r"--only must name an evaluation set, got 'maths'\. Did you mean 'math'"):
         settings_of(config, "hf", ["maths"])
     with pytest.raises(ConfigError, match="the settings must have evaluation sets, got none"):
@@ -102,13 +102,18 @@ def test_sets_are_chosen_by_name_and_settings_changed_as_everywhere(tmp_path: Pa
 
 
 def test_a_job_without_rollouts_is_evaluated_on_the_processes_that_trained_it(tmp_path: Path) -> None:
-    trains = "groups=[{'name': 'actor', 'roles': ['actor', 'advantages'], 'processes': 2}]"
+    trains = "role_groups=[{'name': 'actor', 'roles': ['actor', 'advantages'], 'processes': 2}]"
     for job in ("sft", "dpo"):
         rows = f"{job}={{'rows': 'json:loads', 'steps': 1, 'batch_size': 2}}"
         settings = load(configs.write(tmp_path), (*SETS, trains, "num_steps=None", f"job={job}", rows))
         assert settings.group_of("rollout") is None
         found = settings_of(settings, "hf")
-        assert (found.job, found.own, found.groups[0].name, found.groups[0].replicas) == ("rl", None, "rollout", 2)
+        assert (found.job, found.own, found.role_groups[0].name, found.role_groups[0].replicas) == (
+            "rl",
+            None,
+            "rollout",
+            2,
+        )
     rows = "reward_model={'rows': 'json:loads', 'steps': 1, 'batch_size': 2}"
     with pytest.raises(ConfigError, match=r"must be of a model that answers, got a reward model's, which scores"):
         settings_of(load(configs.write(tmp_path), (*SETS, trains, "num_steps=None", "job=reward_model", rows)), "hf")
@@ -117,7 +122,9 @@ def test_a_job_without_rollouts_is_evaluated_on_the_processes_that_trained_it(tm
 def test_answers_of_a_job_without_rollouts_are_measured_where_it_has_the_role_and_what_scores_them(
     tmp_path: Path,
 ) -> None:
-    groups = "groups=[{'name': 'rollout', 'roles': ['rollout']}, {'name': 'actor', 'roles': ['actor', 'advantages']}]"
+    groups = (
+        "role_groups=[{'name': 'rollout', 'roles': ['rollout']}, {'name': 'actor', 'roles': ['actor', 'advantages']}]"
+    )
     rows = "sft={'data': {'path': 'a', 'held_out': 4}, 'steps': 2, 'batch_size': 2, 'evaluate_every': 1}"
     sets = (groups, "num_steps=None", "job=sft", rows, "evaluation={'num_prompts': 4}")
     module = configs.write(tmp_path)
@@ -134,7 +141,7 @@ def test_answers_of_a_job_without_rollouts_are_measured_where_it_has_the_role_an
         ),
         ("rollout.max_new_tokens=1", "evaluation.max_new_tokens must be set with job 'sft'"),
         (f"reward.function={NO_REWARD}", "reward must be set with evaluation, whose answers it scores, got nothing"),
-        ("groups.0.replicas=2", "groups[rollout] must have one process with job 'sft'"),
+        ("role_groups.0.replicas=2", "role_groups[rollout] must have one process with job 'sft'"),
         ("rollout.sglang={'python': 'python'}", "rollout.sglang must be None with job 'sft'"),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -96,7 +96,7 @@ def test_an_interrupt_is_handed_on_and_raised_when_the_run_has_saved(
 @pytest.mark.skipif(not LONG, reason="a whole run")
 @pytest.mark.parametrize("how", ["-c", "-i"])
 def test_a_whole_run_from_a_session(tmp_path: Path, how: str) -> None:
-    configs.write(tmp_path, ("groups=fully_async()", "groups=colocate()"))
+    configs.write(tmp_path, ("role_groups=fully_async()", "role_groups=colocate()"))
     code = "import rondo\nfrom demo_config import config\nprint(rondo.train(config).summary.steps)\n"
     command = [sys.executable, "-c", code] if how == "-c" else [sys.executable, "-i"]
     given = code if how == "-i" else None

@@ -19,7 +19,7 @@ from tests.strength import strength
 MANY = settings(max_examples=strength(quick=40, full=3000))
 CONFIG = load(Path(__file__).parents[2] / "examples" / "quickstart.py")
 TREE = resolve(CONFIG)
-NAMES = st.text(max_size=6) | st.sampled_from(["name", "train", "groups", "rollout.sglang", "", ".", "0", "\0"])
+NAMES = st.text(max_size=6) | st.sampled_from(["name", "train", "role_groups", "rollout.sglang", "", ".", "0", "\0"])
 VALUES = st.recursive(
     st.none()
     | st.booleans()
@@ -84,7 +84,7 @@ def refused_or_settings(make: Any) -> None:
 @MANY
 @example(["a=" + "[" * 3000])
 @example(["train.lr=" + "9" * 5000])
-@example(["groups.99999999999999999999.name=x"])
+@example(["role_groups.99999999999999999999.name=x"])
 @example(["groups.²=1"])
 @given(
     st.lists(

@@ -42,7 +42,7 @@ def test_every_combination_loads(tmp_path: Path) -> None:
         columns = {source[0]: source[0]} if source[0] != "text" else {}
         assert (config.algorithm.name, config.data.media_columns) == (algorithm, columns)
         assert (
-            sum(group.replicas * group.processes for group in config.groups if group.devices)
+            sum(group.replicas * group.processes for group in config.role_groups if group.devices)
             == {"laptop": 0, "gpu": 1, "slurm": 8}[machine]
         )
 

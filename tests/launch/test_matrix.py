@@ -52,7 +52,7 @@ def run(
         name="matrix",
         num_steps=4,
         max_staleness=staleness,
-        groups=modes("kl_coef" in options, fwd, name == "ppo")[mode],
+        role_groups=modes("kl_coef" in options, fwd, name == "ppo")[mode],
         model=ModelConfig(path="model"),
         data=DataConfig(rows="rows:make"),
         reward=RewardConfig(function="rewards:exact", components={"right": 1.0, "short": 0.5}),
@@ -61,7 +61,7 @@ def run(
             prompts_per_step=6, samples_per_prompt=4, max_prompt_tokens=8, max_new_tokens=8, filter="zero_std",
             spare_groups=2,
         ),
-        train=TrainConfig(optimizer_steps_per_batch=updates[0], epochs=updates[1]),
+        train=TrainConfig(num_mini_batches=updates[0], passes=updates[1]),
     )  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_every_combination_can_be_planned(mode: str, name: str, staleness: int, 
             continue  # its ratio is against the policy that sampled: nothing is left to correct
         if AlgorithmConfig(name=name).measures_drift and updates != (1, 1):
             with pytest.raises(
-                ValueError, match=r"epochs must be 1 with algorithm.policy_loss .* would let later updates go"
+                ValueError, match=r"passes must be 1 with algorithm.policy_loss .* would let later updates go"
             ):
                 run(mode, name, staleness, updates, options, fwd=False)
             continue
@@ -123,7 +123,9 @@ def test_old_log_probs_follow_staleness_and_updates(
 
 
 def test_a_role_that_nobody_needs_is_refused_also_with_several_passes() -> None:
-    with pytest.raises(ValueError, match="groups must not hold the role 'actor_fwd' when max_staleness is 0 and train"):
+    with pytest.raises(
+        ValueError, match="role_groups must not hold the role 'actor_fwd' when max_staleness is 0 and train"
+    ):
         run("hybrid", "grpo", 0, (1, 4), {}, fwd=True)
     with pytest.raises(ValueError, match=r"'actor_fwd' when algorithm.old_log_probs is 'self'"):
         run("hybrid", "grpo", 1, (1, 1), {"old_log_probs": "self"}, fwd=True)

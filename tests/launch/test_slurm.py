@@ -77,7 +77,7 @@ def test_the_whole_script_is_this() -> None:
 def test_a_job_asks_for_what_its_groups_need() -> None:
     rollout = {"name": "rollout", "roles": ["rollout"], "replicas": 2, "devices": 1}
     actor = {"name": "actor", "roles": ["actor", "advantages"], "processes": 4, "devices": 1}
-    sets = [f"groups={[rollout, actor]}", "algorithm.kl_coef=0", "algorithm.old_log_probs=rollout"]
+    sets = [f"role_groups={[rollout, actor]}", "algorithm.kl_coef=0", "algorithm.old_log_probs=rollout"]
     config = load(QUICKSTART, [*sets, "reward.num_workers=3"])
     made = script(config, SlurmOptions(QUICKSTART), "9G")
     assert num_cores(config) == 2 * (1 + 3) + 4 + 1

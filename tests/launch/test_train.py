@@ -193,7 +193,7 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_a_run_that_goes_on_refuses_other_settings_of_what_is_trained() -> None:
     with pytest.raises(ConfigError, match=r"say where the run goes on .* got 'train\.lr=1'\. What is trained stays"):
-        train._placed_anew(None, None, ["groups.1.processes=2", "train.lr=1"], None)
+        train._placed_anew(None, None, ["role_groups.1.processes=2", "train.lr=1"], None)
 
 
 def test_resume_or_start_goes_on_where_there_is_something_to_go_on_from_and_says_so(

@@ -38,7 +38,7 @@ class Run:
         self, mode: str = "fully_async", *, task: Path = TASK, sets: Sequence[str] = (), kills: Sequence[str] = ()
     ) -> list[str]:
         self.folder.mkdir(parents=True)
-        chosen = [f"run_dir={self.folder}", *([] if mode == "fully_async" else [f"groups={GROUPS[mode]}"]), *sets]
+        chosen = [f"run_dir={self.folder}", *([] if mode == "fully_async" else [f"role_groups={GROUPS[mode]}"]), *sets]
         line = [*RONDO, "train", str(task), "--plain"]
         line += [part for text in chosen for part in ("--set", text)]
         return [*line, *(part for kill in kills for part in ("--kill", kill))]

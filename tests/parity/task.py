@@ -21,7 +21,7 @@ config = RunConfig(
     num_steps=25,
     max_staleness=0,
     deterministic=True,
-    groups=fully_async(reference_replicas=1),
+    role_groups=fully_async(reference_replicas=1),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 32, "num_layers": 1}),
     data=DataConfig(rows=rows, num_passes=7),
     reward=RewardConfig(function=spread),

@@ -48,7 +48,7 @@ def test_a_job_survives_json() -> None:
 
 def test_a_job_is_found_in_a_whole_runs_settings() -> None:
     job = JobConfig.model_validate(changed())
-    resolved = json.loads(job.model_dump_json()) | {"groups": [{"name": "actor"}], "run_dir": "runs"}
+    resolved = json.loads(job.model_dump_json()) | {"role_groups": [{"name": "actor"}], "run_dir": "runs"}
     assert JobConfig.from_resolved(resolved) == job
 
 
@@ -116,11 +116,11 @@ def test_demonstrations_are_a_data_set_with_the_answer_as_label_and_prompts_writ
             "rollout.samples_per_prompt must be at least 2 with algorithm.name 'grpo'",
         ),
         (
-            [("train.optimizer_steps_per_batch", 5)],
-            "train.optimizer_steps_per_batch must be at most rollout.prompts_per_step, .*got 5 and 4",
+            [("train.num_mini_batches", 5)],
+            "train.num_mini_batches must be at most rollout.prompts_per_step, .*got 5 and 4",
         ),
         (
-            [("train.epochs", 2), ("train.hot_snapshot", False)],
+            [("train.passes", 2), ("train.hot_snapshot", False)],
             "train.hot_snapshot must be True with several optimizer steps",
         ),
         ([("rollout.top_k", 0)], r"rollout.top_k must be -1 \(all tokens\) or from 1 to 2147483647, got 0"),
@@ -370,7 +370,7 @@ def test_a_job_without_rollouts_tells_what_it_does_not_go_by() -> None:
     alone = {"name": "test", "job": "sft", "model": {"path": "m"}}
     rows = {"data": {"path": "a"}, "steps": 7, "batch_size": 8}
     assert unread(JobConfig.model_validate(alone | {"sft": rows, "train": {"dtype": "float32", "save_every": 2}})) == []
-    train = {"lr": 0.1, "epochs": 2, "dtype": "float32"}
+    train = {"lr": 0.1, "passes": 2, "dtype": "float32"}
     others = {
         "evaluation": None,
         "genrm": JUDGE,
@@ -381,7 +381,7 @@ def test_a_job_without_rollouts_tells_what_it_does_not_go_by() -> None:
         "data": {"path": "b"},
     }
     job = JobConfig.model_validate(alone | {"sft": rows, "train": train} | others)
-    assert unread(job) == ["data", "rollout", "bus", "genrm", "critic", "dpo", "train.lr", "train.epochs"]
+    assert unread(job) == ["data", "rollout", "bus", "genrm", "critic", "dpo", "train.lr", "train.passes"]
     resolved = JobConfig.model_validate(job.model_dump(mode="json"))  # of a run that goes on elsewhere
     assert unread(resolved) == ["data", "rollout"]
     assert unread(JobConfig.model_validate(changed(("job", "sft")))) == ["rollout", "evaluation", "reward", "algorithm"]

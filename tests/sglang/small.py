@@ -21,7 +21,7 @@ config = RunConfig(
     name="small",
     num_steps=8,
     max_staleness=0,
-    groups=fully_async(),
+    role_groups=fully_async(),
     model=ModelConfig(build="rondo.models.tiny.qwen3:build", build_args={"hidden_size": 64, "num_layers": 2}),
     data=DataConfig(rows=words, shuffle=False),
     reward=RewardConfig(function=even),

@@ -16,7 +16,7 @@ from tests.strength import LONG
 
 OMNI = Path(omni.__file__)
 ALONE = (
-    "num_steps=4", "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]", "max_staleness=0",
+    "num_steps=4", "role_groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages']}]", "max_staleness=0",
     "algorithm.kl_coef=0", "reference.refresh_every=null", "sft=null", "evaluation=null", "data.held_out=0",
     "model.build_args={'whole': True, 'num_deepstack': 3, 'vision_layers': 3, 'num_layers': 3}",
 )  # fmt: skip
@@ -59,7 +59,7 @@ def test_each_of_two_processes_that_generate_and_train_in_turn_has_a_server_of_i
     tmp_path: Path, trained: tuple[str, ...]
 ) -> None:
     sets = (
-        "num_steps=4", "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages'], 'processes': 2}]",
+        "num_steps=4", "role_groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages'], 'processes': 2}]",
         "rollout.sglang.release_memory=True", 'rollout.sglang.arguments={"log-level-http": "info"}',
         "rollout.endpoint.max_sessions=2", *trained,
     )  # fmt: skip

@@ -143,15 +143,15 @@ def test_a_run_without_an_autoscaler_has_nothing_to_make_again(tmp_path: Path) -
         assert cli.main(["autoscale", str(made.path)]) == 2
 
 
-IN_ONE = "groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages', 'reference', 'actor_fwd']}]"
+IN_ONE = "role_groups=[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages', 'reference', 'actor_fwd']}]"
 
 
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [
         (
-            "groups.0.replicas=5",
-            "groups[rollout].replicas must lie within autoscale.min_replicas and autoscale.max_replicas",
+            "role_groups.0.replicas=5",
+            "role_groups[rollout].replicas must lie within autoscale.min_replicas and autoscale.max_replicas",
         ),
         (IN_ONE, "autoscale must not be set where rollout shares its processes with the actor"),
     ],

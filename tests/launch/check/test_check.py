@@ -64,12 +64,12 @@ def test_settings_that_fit_have_no_errors(make: Make) -> None:
 
 
 def test_a_batch_that_cannot_fill_the_ranks_is_told(make: Make) -> None:
-    config = make("groups.1.processes=17")
+    config = make("role_groups.1.processes=17")
     assert judged(config) == [
         "rollout.prompts_per_step * rollout.samples_per_prompt must be at least the processes that train, "
         "17 in 'actor', got 4 * 4 = 16. Raise rollout.prompts_per_step, or lower the group's processes"
     ]
-    assert judged(make("groups.1.processes=16")) == []
+    assert judged(make("role_groups.1.processes=16")) == []
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_a_batch_that_cannot_fill_the_ranks_is_told(make: Make) -> None:
             "bfloat16 and the trainer in float32 do not give equal log-probs",
         ),
         (
-            ("rollout.sglang.python=PYTHON", "train.optimizer_steps_per_batch=4"),
+            ("rollout.sglang.python=PYTHON", "train.num_mini_batches=4"),
             "the trainer's own, by a forward more for 3 of 4 mini-batches, before the first optimizer step, and the loss is "
             "weighted with pi_old / pi_engine within 0 and 2.0: SGLang in float32",
         ),
@@ -149,7 +149,7 @@ def test_room_for_the_experts_of_every_token_is_counted_only_where_they_are_repl
     rules = coordinator_config(told, 10, wide.routed_bytes).rules
     assert rules.row_bytes == row_bytes(told, wide.routed_bytes) and "routed_experts" in rules.base_columns
     for cost, config in ((wide.routed_bytes, told), (0, plain)):
-        held = held_by(config, wide, {"actor": Traced("traced", {})}, config.groups[1])
+        held = held_by(config, wide, {"actor": Traced("traced", {})}, config.role_groups[1])
         assert held is not None
         found = sum(each.parts.get("routed experts", 0) for each in held)
         assert found == cost * config.train.micro_batch_tokens
@@ -160,7 +160,7 @@ def test_routes_of_the_log_prob_pass_are_columns_of_actor_fwd_and_need_a_forward
     make: Make,
 ) -> None:
     trains = "{'name': 'actor', 'roles': ['actor', 'advantages', 'actor_fwd']}"
-    groups = f"groups=[{{'name': 'rollout', 'roles': ['rollout']}}, {trains}]"
+    groups = f"role_groups=[{{'name': 'rollout', 'roles': ['rollout']}}, {trains}]"
     told = make("train.router_replay=r2", groups, "algorithm.old_log_probs=actor_fwd")
     wide = Shape(256, 32, 2, 1000, 0, 1000, 0, 100, routed_bytes=1 << 10)
     rules = coordinator_config(told, 10, wide.routed_bytes).rules
@@ -176,7 +176,7 @@ def test_routes_of_the_log_prob_pass_are_columns_of_actor_fwd_and_need_a_forward
         ConfigError, match=r"train\.router_replay must not be 'r2' where a row goes through one forward alone"
     ):
         make("train.router_replay=r2")
-    make("train.router_replay=r2", "train.epochs=2")
+    make("train.router_replay=r2", "train.passes=2")
 
 
 def test_a_model_without_experts_cannot_replay_them(make: Make, tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_model_without_experts_cannot_replay_them(make: Make, tmp_path: Path) 
 
 def test_experts_that_are_not_there_cannot_be_shared_out(make: Make, tmp_path: Path) -> None:
     report = check_child.Report()
-    check_child.look_at_model(make("groups.1.processes=2", "train.mesh.ep=2"), tmp_path / "model", report, [])
+    check_child.look_at_model(make("role_groups.1.processes=2", "train.mesh.ep=2"), tmp_path / "model", report, [])
     [error] = errors(report.findings)
     assert error == "train.mesh.ep must be 1 for a model without experts, got 2 with Qwen3ForCausalLM. Remove it"
 
@@ -250,7 +250,7 @@ def test_the_attention_of_a_run_is_told_and_one_that_its_devices_or_its_model_ca
         check_child.look_at_family(make(*sets), report, model)
         return next(finding.text for finding in report.findings if finding.text.startswith("attention"))
 
-    gpu = "groups.1.devices=1"
+    gpu = "role_groups.1.devices=1"
     assert told("llama").startswith("attention is sdpa: the device is a CPU. Each process proves it")
     assert told("llama", gpu).startswith("attention is flex_attention: torch compiles it for this GPU")
     assert told("mistral", gpu).startswith("attention is flex_attention")  # its windows too
@@ -279,16 +279,18 @@ def test_a_ring_must_also_hold_the_media_of_a_prompt_group(make: Make) -> None:
 
 
 def test_more_ranks_than_devices_are_told(make: Make) -> None:
-    config = make("groups.0.devices=1", "groups.0.replicas=2", "groups.1.devices=1", "groups.1.processes=4")
+    config = make(
+        "role_groups.0.devices=1", "role_groups.0.replicas=2", "role_groups.1.devices=1", "role_groups.1.processes=4"
+    )
     assert judged(config) == [
-        "groups must ask for at most the devices of this machine, 0, got rollout 2 + actor 4 = 6. "
+        "role_groups must ask for at most the devices of this machine, 0, got rollout 2 + actor 4 = 6. "
         "Lower processes or replicas, or set devices=0 to compute on the CPU; a run on several machines cannot be started"
     ]
     assert judged(config, replace(FACTS, num_devices=6)) == []
 
 
 def test_devices_of_this_machine_that_are_too_small_are_an_error(make: Make) -> None:
-    config = make("groups.0.devices=1")
+    config = make("role_groups.0.devices=1")
     shape = Shape(
         vocab_size=100, keys=4, num_caching=2, decoder_parameters=1000, encoder_parameters=0, trained_decoder=1000,
         trained_encoders=0, widths=100,
@@ -342,12 +344,12 @@ def test_a_checkpoint_that_is_written_beside_training_is_counted_once(make: Make
     assert found["checkpoint being written"] == 12 * 1000 == found["hot snapshots"] / 2
     assert "trainer at rest" not in found
     group = "[{'name': 'actor', 'roles': ['rollout', 'actor', 'advantages'], 'devices': 1}]"
-    turns = make(f"groups={group}", "max_staleness=0", "algorithm.kl_coef=0")
+    turns = make(f"role_groups={group}", "max_staleness=0", "algorithm.kl_coef=0")
     assert segment_bytes(turns, 1000, 0)["trainer at rest"] == 12 * 1000
 
 
 def test_segments_are_counted_for_every_rank_that_writes(make: Make) -> None:
-    config = make("groups.0.replicas=3", "groups.1.processes=2")
+    config = make("role_groups.0.replicas=3", "role_groups.1.processes=2")
     assert segment_bytes(config, 0, 0) == {
         "rollout rings": 3 * config.bus.ring_bytes,
         "column rings": config.bus.column_ring_bytes,

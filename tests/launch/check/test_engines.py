@@ -34,7 +34,7 @@ def served(folder: Path, *, lora: bool = False, staleness: int = 0, **settings: 
     train = config.train.model_copy(update={"lora": LoraConfig(rank=8) if lora else None, "release_memory": True})
     changed = {
         "rollout": config.rollout.model_copy(update={"sglang": sglang, "num_slots": 64}), "train": train,
-        "groups": (TURNS,), "max_staleness": staleness, "model": config.model.model_copy(update={"dtype": "bfloat16"}),
+        "role_groups": (TURNS,), "max_staleness": staleness, "model": config.model.model_copy(update={"dtype": "bfloat16"}),
     }  # fmt: skip
     return config.model_copy(update=changed)
 

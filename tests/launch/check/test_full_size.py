@@ -136,7 +136,7 @@ def test_an_example_is_refused_on_half_of_its_devices(name: str) -> None:
     assert [finding.text for finding in judge_target(config, whole, Facts()) if finding.level == "error"] == []
     (refused,) = [finding.text for finding in judge_target(config, half, Facts()) if finding.level == "error"]
     assert (
-        refused.startswith(f"groups must find their devices on {nodes} node")
+        refused.startswith(f"role_groups must find their devices on {nodes} node")
         and f"{half.num_devices} devices each" in refused
     )
     assert refused.endswith("Lower processes or replicas, or use more nodes")

@@ -26,7 +26,7 @@ ROWS = [Row("rows:0", "1+1", "2", {})]
 
 def config_of(folder: Path, *sets: str, groups: str = "fully_async()", **judge: Any) -> RunConfig:
     told = {"prompt": "{prompt}{response}", "max_prompt_tokens": 48, "max_new_tokens": 16} | judge
-    return load(configs.write(folder, ("groups=fully_async()", f"groups={groups}, genrm={told!r}")), sets)
+    return load(configs.write(folder, ("role_groups=fully_async()", f"role_groups={groups}, genrm={told!r}")), sets)
 
 
 def own(folder: Path, judge: Path, *sets: str, **settings: Any) -> RunConfig:
@@ -85,7 +85,7 @@ def test_a_reward_model_is_traced_with_the_longest_answers_and_takes_those_of_th
 
 def scored(folder: Path, *sets: str) -> RunConfig:
     told = {"model": {"path": str(folder / "rm")}, "max_prompt_tokens": 48}
-    change = ("groups=fully_async()", f"groups=fully_async(scorer_replicas=1), scorer={told!r}")
+    change = ("role_groups=fully_async()", f"role_groups=fully_async(scorer_replicas=1), scorer={told!r}")
     return load(configs.write(folder, change), sets)
 
 

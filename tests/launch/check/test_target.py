@@ -49,8 +49,10 @@ def config_of(folder: Path, *sets: str) -> RunConfig:
 
 
 def on_device(config: RunConfig, at: int) -> RunConfig:
-    groups = [group.model_copy(update={"devices": 1}) if i == at else group for i, group in enumerate(config.groups)]
-    return config.model_copy(update={"groups": tuple(groups)})
+    groups = [
+        group.model_copy(update={"devices": 1}) if i == at else group for i, group in enumerate(config.role_groups)
+    ]
+    return config.model_copy(update={"role_groups": tuple(groups)})
 
 
 def errors(findings: list[Finding]) -> list[str]:
@@ -93,12 +95,12 @@ def test_groups_without_a_place_are_named(rollouts: int, ranks: int, num_nodes: 
 
 
 def test_devices_that_nodes_do_not_have_are_an_error_with_the_sum(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "groups.0.devices=1", "groups.1.devices=1", "groups.1.processes=4")
+    config = config_of(tmp_path, "role_groups.0.devices=1", "role_groups.1.devices=1", "role_groups.1.processes=4")
     (finding,) = judge_target(config, Target(2, 2, 80 * GIB, 64 * GIB), Facts())
     assert finding == Finding(
         "error",
-        "groups must find their devices on 2 nodes with 2 devices each, got rollout 1 + actor 4 = 5: rollout-0 finds no node "
-        "with 1 free. Lower processes or replicas, or use more nodes",
+        "role_groups must find their devices on 2 nodes with 2 devices each, got rollout 1 + actor 4 = 5: rollout-0 finds no "
+        "node with 1 free. Lower processes or replicas, or use more nodes",
     )
 
 
@@ -166,7 +168,7 @@ def test_what_a_kernel_holds_is_computed(name: str, key_heads: int, expected: in
 
 
 def test_snapshots_of_a_copy_of_the_model_are_cut_over_its_own_ranks_alone(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "groups.1.processes=4", "train.mesh.dp_replicate=2")
+    config = config_of(tmp_path, "role_groups.1.processes=4", "train.mesh.dp_replicate=2")
     assert segment_bytes(config, 1400, 10, SHAPE)["hot snapshots"] == 2 * 4 * (4 * 500 + 8 * 300 + 4 * 400 + 8 * 100)
 
 
@@ -175,7 +177,7 @@ def test_versions_of_adapters_are_they_alone_and_whole_on_every_rank(tmp_path: P
 
     def found(publish: str) -> dict[str, int]:
         config = config_of(
-            tmp_path, "groups.1.processes=4", f'train.lora={{"publish": "{publish}"}}', "train.dtype=float32"
+            tmp_path, "role_groups.1.processes=4", f'train.lora={{"publish": "{publish}"}}', "train.dtype=float32"
         )
         parts = segment_bytes(config, 1400, 10, shape)
         return {name: parts[name] // 2 for name in ("weight slab", "hot snapshots")}  # two slots each
@@ -185,7 +187,7 @@ def test_versions_of_adapters_are_they_alone_and_whole_on_every_rank(tmp_path: P
 
 
 def test_a_device_that_is_too_small_is_told_with_what_a_process_would_hold_and_what_to_change(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "groups.1.devices=1", "groups.1.processes=8")
+    config = config_of(tmp_path, "role_groups.1.devices=1", "role_groups.1.processes=8")
     (text,) = errors(list(judge_devices(config, FACTS, 8 * GIB)))
     assert text == (
         "a process of actor must fit into the memory of its device, 8.0 GiB, got 10.0 GiB: traced (parameters 8.0 GiB, "
@@ -207,7 +209,7 @@ def test_processes_that_compute_on_the_cpu_are_told_too(tmp_path: Path) -> None:
 
 
 def test_what_could_not_be_traced_is_not_judged(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "groups.1.devices=1")
+    config = config_of(tmp_path, "role_groups.1.devices=1")
     assert list(judge_devices(config, Facts(shape=SHAPE), GIB)) == []
 
 
@@ -217,7 +219,7 @@ def test_what_fits_many_times_over_whatever_it_does_needs_no_trace(tmp_path: Pat
 
 
 def test_a_node_whose_memory_does_not_suffice_is_named_with_what_it_would_hold(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "groups.0.devices=1", "groups.1.devices=1", "bus.ring_bytes=4294967296")
+    config = config_of(tmp_path, "role_groups.0.devices=1", "role_groups.1.devices=1", "bus.ring_bytes=4294967296")
     findings = list(judge_target(config, Target(2, 1, 80 * GIB, 5 * GIB), replace(FACTS, traced={})))
     (text,) = errors(findings)
     # Of two that are equally large the first of the list goes first: the ring lies on node 0, the snapshots on node 1.
@@ -226,7 +228,7 @@ def test_a_node_whose_memory_does_not_suffice_is_named_with_what_it_would_hold(t
 
 
 def test_snapshots_hold_moments_of_what_is_trained_and_whole_encoders_of_each_rank(tmp_path: Path) -> None:
-    config = config_of(tmp_path, "groups.1.processes=2")
+    config = config_of(tmp_path, "role_groups.1.processes=2")
     decoder, encoders = 4 * 1000 + 8 * 600, 4 * 400 + 8 * 100
     assert segment_bytes(config, 1400, 10, SHAPE)["hot snapshots"] == 2 * (decoder + 2 * encoders)
     on_a_node = segment_bytes(config, 1400, 10, SHAPE, {"actor": 1})
@@ -251,7 +253,7 @@ def test_the_cache_is_counted_as_the_engine_holds_it(tmp_path: Path) -> None:
 
 def test_beside_servers_only_the_engine_of_evaluations_is_counted(tmp_path: Path) -> None:
     config = config_of(tmp_path)
-    group = config.groups[0]
+    group = config.role_groups[0]
     assert group.roles == ("rollout",)
     apart = config.model_copy(
         update={"rollout": config.rollout.model_copy(update={"sglang": SGLangConfig(python="p")})}

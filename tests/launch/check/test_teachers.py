@@ -22,7 +22,7 @@ from tests.launch import configs
 
 def config_of(folder: Path, teacher: Path, *sets: str) -> RunConfig:
     groups = "fully_async(teacher_replicas=1), distillation=dict(teachers={'big': dict(model=dict(path='PATH'))})"
-    changed = ("groups=fully_async()", f"groups={groups}".replace("PATH", str(teacher)))
+    changed = ("role_groups=fully_async()", f"role_groups={groups}".replace("PATH", str(teacher)))
     return load(configs.write(folder, changed, ("held_out=8", "held_out=8, metadata='extra'")), sets)
 
 
@@ -88,9 +88,9 @@ def test_a_teacher_of_text_does_not_judge_samples_with_media(tmp_path: Path) -> 
 def test_a_teacher_that_is_an_average_is_counted_with_it_in_float32(policy: Path, tmp_path: Path) -> None:
     told = '{"big": {"policy": "average", "decay": 0.9}}'
     config, report = config_of(tmp_path, policy, f"distillation.teachers={told}"), Report()
-    [group] = [each for each in config.groups if "teacher" in each.roles]
+    [group] = [each for each in config.role_groups if "teacher" in each.roles]
     report.facts.model_path, report.facts.shape = str(policy), shape_of(empty_model(str(policy)))
     report.facts.teacher_paths["big"] = str(policy)
-    look_at_memory(config.model_copy(update={"groups": (group,)}), report)
+    look_at_memory(config.model_copy(update={"role_groups": (group,)}), report)
     parts = report.facts.traced[teaching("big")].parts
     assert parts["average"] == parts["parameters"] > 0

@@ -20,7 +20,7 @@ HOSTILE = f'<script>{OWNED}</script><img src=x onerror="{OWNED}">\u202e\u0000\x1
 SETTINGS = {
     "num_steps": 10, "job": "rl", "mode": "hybrid", "seed": 0, "max_staleness": 1, "reward": {"num_workers": 1},
     "rollout": {"spare_groups": 0, "prompts_per_step": 4},
-    "groups": [
+    "role_groups": [
         {"roles": ["actor"], "replicas": 1, "processes": 1, "threads": 1},
         {"roles": ["rollout"], "replicas": 1, "processes": 1, "threads": 1},
     ],

@@ -37,7 +37,7 @@ class Told:
     """A supervisor whose replicas are up with the next look, and gone."""
 
     def __init__(self, config: RunConfig) -> None:
-        names = [(name, group.name) for group in config.groups for name in group.replica_names()]
+        names = [(name, group.name) for group in config.role_groups for name in group.replica_names()]
         self.phase, self.refuses = "running", False
         self.groups = {name: (group, State.READY) for name, group in names}
         self.incarnations = Counter(self.groups.keys())
@@ -137,7 +137,7 @@ def test_an_autoscaler_asks_for_a_total_and_reads_how_it_goes(tmp_path: Path) ->
 
 def test_a_critic_of_a_group_of_its_own_can_start_again(tmp_path: Path) -> None:
     groups = [group.model_dump(mode="json") for group in fully_async(critic_processes=1)]
-    rig = Rig(tmp_path, "algorithm.name=ppo", f"groups={json.dumps(groups)}")
+    rig = Rig(tmp_path, "algorithm.name=ppo", f"role_groups={json.dumps(groups)}")
     assert rig.scaler._requests._fixed == {"actor": "actor", "critic": "critic"}
 
 
@@ -236,7 +236,7 @@ def test_servers_that_are_named_in_the_settings_have_one_replica(tmp_path: Path)
 
 
 def test_no_fewer_stay_than_the_settings_ask_for(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, "groups.0.replicas=3", "rollout.min_engines=2")
+    rig = Rig(tmp_path, "role_groups.0.replicas=3", "rollout.min_engines=2")
     refused = rig.ask(1, reason="")
     assert (refused.status, refused.message) == (
         Status.REJECTED, "num_replicas must be at least 2, got 1. Lower rollout.min_engines, or stop the run to end all",
@@ -245,7 +245,7 @@ def test_no_fewer_stay_than_the_settings_ask_for(tmp_path: Path) -> None:
 
 
 def test_new_replicas_get_devices_that_nobody_has_and_give_them_back(tmp_path: Path) -> None:
-    rig = Rig(tmp_path, "groups.0.devices=1", "groups.1.devices=1", free=64 * GIB)
+    rig = Rig(tmp_path, "role_groups.0.devices=1", "role_groups.1.devices=1", free=64 * GIB)
     write_json(tmp_path / PREPARED, {"first_devices": {"rollout-0": 0, "actor-0": 1}, "num_devices": 4})
     rig.ask(3, reason="")
     rig.settle()
@@ -289,7 +289,7 @@ def test_a_run_of_other_role_groups_than_its_settings_scales_nothing(tmp_path: P
 async def over_http(folder: Path) -> AsyncIterator[tuple[Rig, AdminServer]]:
     rig = Rig(folder)
     admin = AdminServer(AdminConfig(), Numbers(), token=RUN_TOKEN)
-    mount(admin, rig.scaler, tuple(role for group in rig.config.groups for role in group.roles))
+    mount(admin, rig.scaler, tuple(role for group in rig.config.role_groups for role in group.roles))
     await admin.start()
     try:
         yield rig, admin
@@ -353,8 +353,8 @@ async def test_a_role_on_the_cores_has_at_most_eight_times_as_many_replicas_as_t
         status, refused = await ask(admin, "POST", "/rollout/scale_out", RUN_TOKEN, json=body)
         assert (status, refused["status"], refused["message"]) == (
             400, "REJECTED", f"num_replicas of rollout must be at most {most} on this machine, got {most + 1}. Ask for fewer, or "
-            "start the run with more groups[rollout].replicas",
+            "start the run with more role_groups[rollout].replicas",
         )  # fmt: skip
         assert rig.ask(most, reason="").status is Status.PENDING
-    more = Rig(tmp_path, f"groups.0.replicas={most}").scaler
+    more = Rig(tmp_path, f"role_groups.0.replicas={most}").scaler
     assert (more.most("rollout"), more.most("actor")) == (8 * most, None)

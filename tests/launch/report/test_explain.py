@@ -207,7 +207,7 @@ def test_the_setup_is_read_from_the_resolved_settings() -> None:
         return {"roles": list(roles), "replicas": 1, "processes": 1, "threads": 1, **sizes}
 
     settings = {
-        "groups": [group("rollout", replicas=3, threads=2), group("actor", "reference", processes=2)],
+        "role_groups": [group("rollout", replicas=3, threads=2), group("actor", "reference", processes=2)],
         "max_staleness": 4,
         "rollout": {"spare_groups": 2, "prompts_per_step": 16},
         "reward": {"num_workers": 3},

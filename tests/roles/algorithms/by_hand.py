@@ -159,7 +159,7 @@ def loss(
         "sample": sum(sum(sample) / max(len(sample), 1) for sample in samples) / max(trained, 1),
         "token": sum(flat) / max(len(flat), 1),
         "constant": sum(flat) / (max(trained, 1) * max_new_tokens),
-    }[a.normalizer]
+    }[a.loss_aggregation]
     return divided, {name: float(np.mean(values)) for name, values in seen.items()}
 
 

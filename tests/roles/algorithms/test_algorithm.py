@@ -51,7 +51,12 @@ def test_the_page_says_of_every_record_what_it_stands_for() -> None:
         whitened = f", whitened over `{made.normalize_batch}`" if made.normalize_batch else ""
         name, paper, *rest = records[made.name]
         assert name == f"`{made.name}`" and "](https://arxiv.org/abs/" in paper
-        assert rest == [f"`{made.advantage}`{whitened}", f"`{made.policy_loss}`", f"`{made.normalizer}`", needs(made)]
+        assert rest == [
+            f"`{made.advantage}`{whitened}",
+            f"`{made.policy_loss}`",
+            f"`{made.loss_aggregation}`",
+            needs(made),
+        ]
     assert {loss for names in losses for loss in names.split("`, `")} >= set(POLICY_LOSSES)
 
 
@@ -70,29 +75,44 @@ def test_options_that_are_not_set_or_none_are_what_the_name_stands_for(name: str
 
 def test_an_algorithm_of_the_users_own_is_what_its_fields_say() -> None:
     own = AlgorithmConfig(name="mine", own=True, advantage="own.py:gae", min_group_size=1, needs_full_step=True)
-    assert (own.min_group_size, own.needs_full_step, own.normalizer) == (1, True, "sample")
+    assert (own.min_group_size, own.needs_full_step, own.loss_aggregation) == (1, True, "sample")
     assert AlgorithmConfig.model_validate_json(own.model_dump_json()) == own
 
 
 def test_grpo_is_symmetric_and_normalised_and_samples_count_alike() -> None:
     grpo = AlgorithmConfig()
-    assert (grpo.clip_low, grpo.clip_high, grpo.advantage, grpo.normalizer) == (0.2, 0.2, "group_mean_std", "sample")
+    assert (grpo.clip_low, grpo.clip_high, grpo.advantage, grpo.loss_aggregation) == (
+        0.2,
+        0.2,
+        "group_mean_std",
+        "sample",
+    )
     assert not grpo.needs_reference and grpo.dual_clip == 3.0
 
 
 def test_dr_grpo_drops_both_biases() -> None:
     dr_grpo = AlgorithmConfig(name="dr_grpo")
-    assert (dr_grpo.advantage, dr_grpo.normalizer) == ("group_mean", "constant")
+    assert (dr_grpo.advantage, dr_grpo.loss_aggregation) == ("group_mean", "constant")
 
 
 def test_dapo_clips_higher_and_counts_tokens() -> None:
     dapo = AlgorithmConfig(name="dapo")
-    assert (dapo.clip_low, dapo.clip_high, dapo.normalizer, dapo.needs_dynamic_sampling) == (0.2, 0.28, "token", True)
+    assert (dapo.clip_low, dapo.clip_high, dapo.loss_aggregation, dapo.needs_dynamic_sampling) == (
+        0.2,
+        0.28,
+        "token",
+        True,
+    )
 
 
 def test_ppo_has_a_critic_and_whitens_and_what_belongs_to_values_is_refused_without() -> None:
     ppo = AlgorithmConfig(name="ppo", gae_lambda=0.95)
-    assert (ppo.needs_critic, ppo.normalizer, ppo.normalize_batch, ppo.min_group_size) == (True, "token", "tokens", 1)
+    assert (ppo.needs_critic, ppo.loss_aggregation, ppo.normalize_batch, ppo.min_group_size) == (
+        True,
+        "token",
+        "tokens",
+        1,
+    )
     assert not AlgorithmConfig().needs_critic
     with pytest.raises(ValidationError, match=r"algorithm\.gamma must be left out without algorithm\.advantage 'gae'"):
         AlgorithmConfig(gamma=0.9)
@@ -106,12 +126,12 @@ def test_options_change_the_record() -> None:
         kl_coef=0.02,
         kl="k2",
         normalize_std=False,
-        normalizer="token",
+        loss_aggregation="token",
         tis_high=2,
     )
     assert (changed.clip_low, changed.clip_high, changed.dual_clip) == (0.1, 0.3, 3)
     assert (changed.kl_coef, changed.kl, changed.needs_reference) == (0.02, "k2", True)
-    assert (changed.advantage, changed.normalizer) == ("group_mean", "token")
+    assert (changed.advantage, changed.loss_aggregation) == ("group_mean", "token")
     assert (changed.tis_low, changed.tis_high) == (0.0, 2)
 
 
@@ -134,8 +154,8 @@ def test_none_leaves_the_advantages_of_a_step_as_they_are_where_the_name_would_w
             {"name": "dr_grpo", "normalize_std": True},
             "algorithm.normalize_std must be left out with algorithm.name 'dr_grpo'",
         ),
-        ({"name": "dr_grpo", "normalizer": "token"}, "algorithm.normalizer must be left out"),
-        ({"name": "dapo", "normalizer": "sample"}, "algorithm.normalizer must be left out"),
+        ({"name": "dr_grpo", "loss_aggregation": "token"}, "algorithm.loss_aggregation must be left out"),
+        ({"name": "dapo", "loss_aggregation": "sample"}, "algorithm.loss_aggregation must be left out"),
         ({"name": "grop"}, "algorithm.name must name an algorithm"),
         ({"name": "dr-grpo"}, "Did you mean 'dr_grpo'"),
         ({"name": "grpo", "own": True}, "algorithm.name must be none of ours with algorithm.own, got 'grpo'"),

@@ -63,9 +63,9 @@ def test_an_advantage_of_the_teacher_alone_descends_the_reverse_kl_too() -> None
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("normalizer", ["sample", "token"])
+@pytest.mark.parametrize("loss_aggregation", ["sample", "token"])
 @pytest.mark.parametrize("kind", ["reverse", "forward"])
-def test_the_term_is_added_to_every_tokens_loss_before_that_is_divided(normalizer: str, kind: str) -> None:
+def test_the_term_is_added_to_every_tokens_loss_before_that_is_divided(loss_aggregation: str, kind: str) -> None:
     draw, lengths = np.random.default_rng(0), [2, 4, 1]
     columns = {
         name: torch.from_numpy(draw.normal(-1.5, 0.4, 7).astype(np.float32))
@@ -73,7 +73,7 @@ def test_the_term_is_added_to_every_tokens_loss_before_that_is_divided(normalize
     }
     mask = torch.tensor([1.0, 1, 0, 1, 1, 1, 1])
     teacher = columns.pop("teacher")
-    algorithm = AlgorithmConfig(normalizer=normalizer)
+    algorithm = AlgorithmConfig(loss_aggregation=loss_aggregation)
     config = settings(form="loss", divergence=kind, coef=0.7)
     run = partial(policy_sums, algorithm, mask=mask, lengths=lengths, **columns)
     alone, both = run(), run(beside=partial(at_sampled, config, teacher_log_probs=teacher))
@@ -82,7 +82,7 @@ def test_the_term_is_added_to_every_tokens_loss_before_that_is_divided(normalize
         kept = [t for t in range(start, start + length) if mask[t]]
         x = [float(columns["log_probs"][t].double() - teacher[t].double()) for t in kept]
         terms = [each**2 / 2 if kind == "reverse" else math.exp(-each) - 1 + each for each in x]
-        added += 0.7 * sum(terms) / (len(kept) if normalizer == "sample" else 1)
+        added += 0.7 * sum(terms) / (len(kept) if loss_aggregation == "sample" else 1)
         gap += x
         start += length
     assert float(both.loss - alone.loss) == pytest.approx(added, abs=1e-5)

@@ -32,13 +32,13 @@ def replace(algorithm: AlgorithmConfig, **options: Any) -> AlgorithmConfig:
 VARIANTS = {
     **{name: AlgorithmConfig(name=name) for name in ALGORITHMS},
     "everything": replace(
-        GRPO, clip_high=0.28, dual_clip=1.5, kl_coef=0.1, tis_low=0.8, tis_high=1.2, normalizer="token"
+        GRPO, clip_high=0.28, dual_clip=1.5, kl_coef=0.1, tis_low=0.8, tis_high=1.2, loss_aggregation="token"
     ),
     **{
-        f"tis_{mode}_{level}_{normalizer}": replace(
-            GRPO, tis_low=0.7, tis_high=1.4, tis_mode=mode, tis_level=level, normalizer=normalizer
+        f"tis_{mode}_{level}_{loss_aggregation}": replace(
+            GRPO, tis_low=0.7, tis_high=1.4, tis_mode=mode, tis_level=level, loss_aggregation=loss_aggregation
         )
-        for mode, level, normalizer in (
+        for mode, level, loss_aggregation in (
             ("mask", "token", "token"),
             ("mask", "geometric", "sample"),
             ("mask", "sequence", "constant"),
@@ -95,7 +95,7 @@ def run(algorithm: AlgorithmConfig, made: dict[str, Any]) -> tuple[LossSums, tor
 
 
 def loss_of(algorithm: AlgorithmConfig, sums: LossSums) -> float:
-    return float(sums.loss) / denominator(sums, algorithm.normalizer, MAX_NEW_TOKENS)
+    return float(sums.loss) / denominator(sums, algorithm.loss_aggregation, MAX_NEW_TOKENS)
 
 
 def clipped(log_ratios: torch.Tensor, advantages: list[float], **bounds: float) -> tuple[torch.Tensor, Any]:
@@ -133,7 +133,7 @@ def test_no_ratio_makes_a_token_of_negative_advantage_weigh_more_than_its_bound(
 def test_under_the_weights_that_sampled_every_loss_has_the_gradient_of_the_policy(name: str) -> None:
     made = batch(0) | {"old_log_probs": None, "constants": {}}
     made["rollout_log_probs"] = made["log_probs"]
-    _, gradient = run(replace(GRPO, policy_loss=name, normalizer="token"), made)
+    _, gradient = run(replace(GRPO, policy_loss=name, loss_aggregation="token"), made)
     torch.testing.assert_close(gradient, torch.where(made["mask"] > 0, -made["advantages"], 0.0), rtol=1e-5, atol=1e-6)
 
 
@@ -178,7 +178,7 @@ def test_a_sample_that_the_policy_has_left_behind_trains_only_upwards() -> None:
     # Mean log-ratios of 0.1 down in the first two samples, 0.02 in the third; the second has a positive advantage.
     made = {"log_probs": torch.tensor([-0.2, 0.0, -0.1, -0.02]), "lengths": [2, 1, 1], "mask": torch.ones(4)}
     made |= {"rollout_log_probs": torch.zeros(4), "advantages": torch.tensor([-1.0, -1, 1, -1])}
-    sums, gradient = run(replace(GRPO, opsm_delta=0.05, normalizer="token"), made)
+    sums, gradient = run(replace(GRPO, opsm_delta=0.05, loss_aggregation="token"), made)
     assert gradient.tolist() == [0, 0, -1, 1] and sums.metrics()["opsm_fraction"] == 0.5
 
 
@@ -194,10 +194,12 @@ def test_denominators_follow_the_mask_of_a_correction(tmp_path: Path) -> None:
     made |= {"rollout_log_probs": torch.tensor([-9.0, 0, 0, -9, 0]), "ref_log_probs": torch.ones(5)}
     found = {}
     for name in ("kept", "told", "weighed"):
-        for normalizer in ("token", "sample"):
-            own = replace(GRPO, correction=f"{tmp_path}/own.py:{name}", normalizer=normalizer, kl="k1", kl_coef=0.5)
+        for loss_aggregation in ("token", "sample"):
+            own = replace(
+                GRPO, correction=f"{tmp_path}/own.py:{name}", loss_aggregation=loss_aggregation, kl="k1", kl_coef=0.5
+            )
             sums, gradient = run(own, made)
-            found[name, normalizer] = loss_of(own, sums)
+            found[name, loss_aggregation] = loss_of(own, sums)
             assert not gradient[0].any() or name == "weighed"
             assert sums.metrics()["kept_fraction"] == (1.0 if name == "weighed" else 0.6)
     # -2 - 0.5 for each token that stays; else the KL of all five counts, and five are divided by.
@@ -252,10 +254,12 @@ def test_normalisers_by_hand() -> None:
         "log_probs": torch.zeros(4), "rollout_log_probs": torch.zeros(4), "mask": torch.ones(4), "lengths": [1, 3],
         "advantages": torch.tensor([1.0, -1, -1, -1]),
     }  # fmt: skip
-    sums = {name: policy_sums(replace(GRPO, normalizer=name), **made) for name in ("sample", "token", "constant")}
-    assert loss_of(replace(GRPO, normalizer="sample"), sums["sample"]) == pytest.approx(0, abs=1e-6)  # (-1 + 1) / 2
-    assert loss_of(replace(GRPO, normalizer="token"), sums["token"]) == 0.5  # 2 / 4
-    assert loss_of(replace(GRPO, normalizer="constant"), sums["constant"]) == 2 / (2 * MAX_NEW_TOKENS)
+    sums = {name: policy_sums(replace(GRPO, loss_aggregation=name), **made) for name in ("sample", "token", "constant")}
+    assert loss_of(replace(GRPO, loss_aggregation="sample"), sums["sample"]) == pytest.approx(
+        0, abs=1e-6
+    )  # (-1 + 1) / 2
+    assert loss_of(replace(GRPO, loss_aggregation="token"), sums["token"]) == 0.5  # 2 / 4
+    assert loss_of(replace(GRPO, loss_aggregation="constant"), sums["constant"]) == 2 / (2 * MAX_NEW_TOKENS)
 
 
 def test_clipped_tokens_are_told_of_each_kind_of_samples_however_a_step_is_cut() -> None:
@@ -275,23 +279,23 @@ def test_clipped_tokens_are_told_of_each_kind_of_samples_however_a_step_is_cut()
     assert sum(parts[1:], start=parts[0]).metrics() == pytest.approx(found, rel=1e-5, abs=1e-7)
 
 
-@pytest.mark.parametrize("normalizer", ["sample", "token", "constant"])
-def test_a_sample_without_a_token_that_trains_is_in_no_count(normalizer: str) -> None:
+@pytest.mark.parametrize("loss_aggregation", ["sample", "token", "constant"])
+def test_a_sample_without_a_token_that_trains_is_in_no_count(loss_aggregation: str) -> None:
     """As one whose reward failed: with KL and entropy in the loss, it changes neither that nor what it is divided by."""
-    algorithm, made = replace(GRPO, normalizer=normalizer, kl_coef=0.1, entropy_coef=0.1), batch()
+    algorithm, made = replace(GRPO, loss_aggregation=loss_aggregation, kl_coef=0.1, entropy_coef=0.1), batch()
     first, *lengths = made["lengths"]
     names = [name for name, value in made.items() if isinstance(value, torch.Tensor)]
     others = made | {name: made[name][first:] for name in names} | {"lengths": lengths}
     masked = made | {"mask": torch.cat([torch.zeros(first), made["mask"][first:]])}
     wanted, found = (policy_sums(algorithm, **each) for each in (others, masked))
-    assert denominator(found, algorithm.normalizer, 4) == denominator(wanted, algorithm.normalizer, 4)
+    assert denominator(found, algorithm.loss_aggregation, 4) == denominator(wanted, algorithm.loss_aggregation, 4)
     assert loss_of(algorithm, found) == pytest.approx(loss_of(algorithm, wanted), rel=1e-6)
     assert found.metrics() == pytest.approx(wanted.metrics(), rel=1e-6)
 
 
 def test_without_old_log_probs_the_ratio_is_one_and_the_gradient_is_the_policy_gradient() -> None:
     made = batch() | {"old_log_probs": None, "mask": torch.ones(sum(batch()["lengths"]))}
-    sums, gradient = run(replace(GRPO, normalizer="token"), made)
+    sums, gradient = run(replace(GRPO, loss_aggregation="token"), made)
     np.testing.assert_allclose(gradient, -made["advantages"], rtol=1e-6)
     metrics = sums.metrics()
     assert (metrics["ratio_mean"], metrics["clip_fraction"], metrics["approx_kl"]) == (1, 0, 0)
@@ -321,7 +325,7 @@ def test_the_loss_and_its_metrics_equal_the_second_implementation(name: str, see
 def test_the_gradient_equals_finite_differences(name: str) -> None:
     algorithm, made = VARIANTS[name], batch(3)
     sums, gradient = run(algorithm, made)
-    scale = denominator(sums, algorithm.normalizer, MAX_NEW_TOKENS)
+    scale = denominator(sums, algorithm.loss_aggregation, MAX_NEW_TOKENS)
     for token in range(0, len(gradient), 5):
         step = 1e-4
         sides = []
@@ -346,7 +350,7 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient_and_metrics(name: st
         torch.testing.assert_close(partial, wanted, rtol=1e-6, atol=1e-8)
         total = sums if total is None else total + sums
     assert total is not None
-    of = (algorithm.normalizer, MAX_NEW_TOKENS)
+    of = (algorithm.loss_aggregation, MAX_NEW_TOKENS)
     assert denominator(total, *of) == denominator(whole, *of)
     assert loss_of(algorithm, total) == pytest.approx(loss_of(algorithm, whole), rel=1e-5, abs=1e-7)
     assert total.metrics() == pytest.approx(whole.metrics(), rel=1e-5, abs=1e-7)

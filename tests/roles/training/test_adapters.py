@@ -75,14 +75,14 @@ def test_a_restored_trainer_goes_on_bit_by_bit(model: str, lends: bool, tmp_path
     ]  # fmt: skip
 
 
-WAYS: list[dict[str, Any]] = [{}, {"activation_checkpointing": True}, {"epochs": 2}, {"offload_optimizer": True}]
+WAYS: list[dict[str, Any]] = [{}, {"activation_checkpointing": True}, {"passes": 2}, {"offload_optimizer": True}]
 
 
 @pytest.mark.parametrize("train", [*WAYS, {"compile": True}] if LONG else WAYS)
 def test_a_step_cut_into_rounds_is_the_same_step(model: str, train: dict[str, Any]) -> None:
     config = job(model, **train)
     whole, cut = trainer(config, model), trainer(config, model)
-    passes = config.train.epochs
+    passes = config.train.passes
     for made, cuts in ((whole, (6,)), (cut, (1, 0, 2, 3))):
         batch = [replace(row, old_log_probs=None, ref_log_probs=None) for row in rows(0)]
         for update in range(passes):

@@ -92,9 +92,9 @@ def weights(made: Backend[Any]) -> torch.Tensor:
     return torch.cat([tensor.flatten().clone() for _, tensor in made.weights()])
 
 
-@pytest.mark.parametrize("normalizer", ["sample", "token", "constant"])
-def test_a_step_cut_into_rounds_makes_the_same_weights_as_one_round(model: str, normalizer: str) -> None:
-    config, batch = job(model, normalizer=normalizer), rows(0)
+@pytest.mark.parametrize("loss_aggregation", ["sample", "token", "constant"])
+def test_a_step_cut_into_rounds_makes_the_same_weights_as_one_round(model: str, loss_aggregation: str) -> None:
+    config, batch = job(model, loss_aggregation=loss_aggregation), rows(0)
     results = []
     for cuts in ([6], [1, 5], [2, 0, 2, 2]):
         made, start = trainer(config, model), 0

@@ -137,7 +137,7 @@ def test_biases_follow_the_counts_of_every_update_and_the_model_chooses_by_them(
     hf.Glm4MoeForCausalLM(kind).save_pretrained(tmp_path)
     build_tokenizer().save_pretrained(tmp_path)
     path, rate, batch = str(tmp_path), 0.125, rows(2)
-    made = trainer(with_train(path, router_bias_update_rate=rate, lr=1e-9, optimizer_steps_per_batch=2), path)
+    made = trainer(with_train(path, router_bias_update_rate=rate, lr=1e-9, num_mini_batches=2), path)
     chosen: dict[int, list[torch.Tensor]] = {1: [], 2: []}
     listen(made.model, lambda layer, experts: chosen[layer].append(experts))
     expected = {layer: torch.zeros(4) for layer in chosen}
@@ -182,8 +182,8 @@ def test_later_updates_of_a_step_take_the_routes_of_its_first_forward_over_a_row
     """Of the loss's own forward for the rows of the first mini-batch, of the scoring before it for those of the second."""
     options = {
         "router_replay": "r2",
-        "optimizer_steps_per_batch": 2,
-        "epochs": 2,
+        "num_mini_batches": 2,
+        "passes": 2,
         "activation_checkpointing": checkpointing,
     }
     made = trainer(with_train(mixture, **options), mixture)

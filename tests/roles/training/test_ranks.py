@@ -46,11 +46,11 @@ PATIENCE_S = 120
 QUICKSTART = load(Path(__file__).parents[3] / "examples" / "quickstart.py")
 
 CASES: dict[str, dict[str, Any]] = {
-    "token": {"normalizer": "token"},
-    "sample": {"normalizer": "sample"},
-    "constant": {"normalizer": "constant"},
-    "adapters": {"normalizer": "token"},
-    "everything": {"normalizer": "token", "normalize_batch": "tokens", "tis_high": 1.5, "tis_mode": "truncate"},
+    "token": {"loss_aggregation": "token"},
+    "sample": {"loss_aggregation": "sample"},
+    "constant": {"loss_aggregation": "constant"},
+    "adapters": {"loss_aggregation": "token"},
+    "everything": {"loss_aggregation": "token", "normalize_batch": "tokens", "tis_high": 1.5, "tis_mode": "truncate"},
 }
 ROUNDS = {
     2: (((0, 3), (3, 4)), ((4, 5), (5, 5)), ((5, 5), (5, 8))),
@@ -74,7 +74,7 @@ def config_of_case(name: str, path: str) -> JobConfig:
         )
     if name != "everything":
         return config
-    train = config.train.model_copy(update={"optimizer_steps_per_batch": 2, "epochs": 2})
+    train = config.train.model_copy(update={"num_mini_batches": 2, "passes": 2})
     return config.model_copy(update={"train": train})
 
 
@@ -97,7 +97,7 @@ def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
                 made.objective.score(
                     made.model, every[slice(*ranks[rank])], [[at, 0, 0, 1] for at in range(*ranks[rank])]
                 )
-        for use in range(config.train.epochs):
+        for use in range(config.train.passes):
             for number, cut in enumerate(cuts):
                 update = use * len(cuts) + number
                 for ranks in cut:
@@ -106,7 +106,7 @@ def trained(name: str, path: str, rank: int, num_ranks: int) -> dict[str, Any]:
                         step, every[chosen.start : chosen.stop], [[at, 0, 0, 1] for at in chosen],
                         last=ranks is cut[-1], update=update,
                     )  # fmt: skip
-                if update < config.train.epochs * len(cuts) - 1:
+                if update < config.train.passes * len(cuts) - 1:
                     made.update(step)
         metrics, spans = made.finish(step)
         told.append((metrics, sorted(spans)))

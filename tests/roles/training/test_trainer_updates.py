@@ -20,7 +20,7 @@ __all__ = ["model"]
 
 def several(model: str, mini_batches: int, passes: int, **algorithm: Any) -> JobConfig:
     config = job(model, **algorithm)
-    train = config.train.model_copy(update={"optimizer_steps_per_batch": mini_batches, "epochs": passes})
+    train = config.train.model_copy(update={"num_mini_batches": mini_batches, "passes": passes})
     return config.model_copy(update={"train": train})
 
 
@@ -54,7 +54,7 @@ def plain(config: JobConfig, path: str, batch: list[TrainRow], sizes: list[int])
         policy.parameters(), lr=train.lr, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
     )
     old, losses = [chosen(policy, row, config).detach() for row in batch], []
-    for _ in range(train.epochs):
+    for _ in range(train.passes):
         at = 0
         for size in sizes:
             total = torch.zeros(())
@@ -67,9 +67,9 @@ def plain(config: JobConfig, path: str, batch: list[TrainRow], sizes: list[int])
                 loss = -torch.minimum(ratio * advantage, bounded * advantage)
                 difference = log_probs - torch.from_numpy(row.ref_log_probs)
                 loss = loss + algorithm.kl_coef * ((-difference).exp() - 1 + difference)
-                total = total + (loss.sum() if algorithm.normalizer == "token" else loss.mean())
+                total = total + (loss.sum() if algorithm.loss_aggregation == "token" else loss.mean())
             at += size
-            tokens_or_samples = sum(len(batch[i].mask) for i in mine) if algorithm.normalizer == "token" else size
+            tokens_or_samples = sum(len(batch[i].mask) for i in mine) if algorithm.loss_aggregation == "token" else size
             total = total / tokens_or_samples
             optimizer.zero_grad()
             total.backward()
@@ -89,10 +89,10 @@ def chosen(policy: Any, row: TrainRow, config: JobConfig) -> torch.Tensor:
     return logits.log_softmax(-1)[:-1].gather(1, tokens[1:, None])[-len(row.mask) :, 0]
 
 
-@pytest.mark.parametrize("normalizer", ["sample", "token"])
+@pytest.mark.parametrize("loss_aggregation", ["sample", "token"])
 @pytest.mark.parametrize("given", [False, True])
-def test_mini_batches_and_passes_equal_a_plain_loop(model: str, normalizer: str, given: bool) -> None:
-    config = several(model, 2, 2, normalizer=normalizer)
+def test_mini_batches_and_passes_equal_a_plain_loop(model: str, loss_aggregation: str, given: bool) -> None:
+    config = several(model, 2, 2, loss_aggregation=loss_aggregation)
     batch = rows(0) if given else [replace(row, old_log_probs=None) for row in rows(0)]
     made = trainer(config, model)
     metrics, trained = run(made, batch, [[4], [1, 1]], passes=2)
@@ -104,14 +104,14 @@ def test_mini_batches_and_passes_equal_a_plain_loop(model: str, normalizer: str,
     assert trained == [[i, 0, 0, 1] for i in range(6)]  # once, however often they were used
 
 
-@pytest.mark.parametrize("normalizer", ["sample", "token", "constant"])
+@pytest.mark.parametrize("loss_aggregation", ["sample", "token", "constant"])
 @pytest.mark.parametrize(
     "correction", [{}, {"tis_high": 1.5, "tis_mode": "mask", "tis_level": "geometric"}, {"normalize_batch": "tokens"}]
 )
 def test_updates_cut_into_any_rounds_make_the_same_weights(
-    model: str, normalizer: str, correction: dict[str, Any]
+    model: str, loss_aggregation: str, correction: dict[str, Any]
 ) -> None:
-    config = several(model, 2, 2, normalizer=normalizer, **correction)
+    config = several(model, 2, 2, loss_aggregation=loss_aggregation, **correction)
     batch = [replace(row, old_log_probs=None) for row in rows(1)]
     results = []
     for cuts in ([[3], [3]], [[1, 0, 2], [1, 1, 1, 0]]):

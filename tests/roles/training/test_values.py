@@ -154,7 +154,7 @@ def test_a_sample_that_was_cut_off_is_worth_what_the_critic_says_behind_it_where
 
 
 def test_a_critic_learns_returns_in_passes_of_its_own_and_a_dummy_counts_nothing(model: str) -> None:
-    config = ppo(model, epochs=3, value_clip=None)
+    config = ppo(model, passes=3, value_clip=None)
     critic, draw = critic_of(config, model), np.random.default_rng(1)
     rows = [
         ValueRow(row.tokens, draw.normal(1, 0.1, len(row.mask)).astype(np.float32), np.zeros(len(row.mask), np.float32))
