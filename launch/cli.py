@@ -482,7 +482,9 @@ def _kill(text: str, config: RunConfig) -> tuple[str, int]:
     most = config.num_steps or 10**9  # by epochs: nobody knows yet
     if not role or (at and not re.fullmatch("[0-9]{1,9}", step)) or not int(step or _KILL_AT_STEP) <= most:
         raise ConfigError(f"--kill must look like ROLE or ROLE@STEP with STEP up to {most}, got {text!r}. Try actor@1")
-    known = sorted({"coordinator", "store"} | {name for group in config.role_groups for name in (*group.roles, group.name)})
+    known = sorted(
+        {"coordinator", "store"} | {name for group in config.role_groups for name in (*group.roles, group.name)}
+    )
     if role not in known:
         raise ConfigError(f"--kill must name a role of this run, got {role!r}. {nearest(role, known)}")
     return role, int(step or _KILL_AT_STEP)
