@@ -50,7 +50,7 @@ from rondo.launch.questions import Questions
 from rondo.launch.report.answers import answers
 from rondo.launch.report.plot import EXIT_UNDRAWN
 from rondo.launch.report.steps import Records
-from rondo.launch.report.summary import print_table, read, summarize, write
+from rondo.launch.report.summary import Summary, print_table, read, summarize, write
 from rondo.launch.report.view import open_view, say
 from rondo.launch.rundir import RunDir, checkpoint_of, existing_run, newest_run, owner, read_json, write_json
 from rondo.launch.track.beside import Beside
@@ -284,7 +284,10 @@ def ended(outcome: Outcome) -> int:
 def _sum_up(run: Path, outcome: Outcome, wall_s: float, started: float) -> None:
     """The run's result: on the disk as far as it can be, and on stdout in any case."""
     told = {"wall_s": wall_s, "restarts": _by_role(outcome.restarts), "untold": {**outcome.untold, **PROCESS.counts()}}
-    summary = summarize(run, started=started, **(asdict(outcome) | told))
+    ending = asdict(outcome) | told
+    summary = Summary(name=run.resolve().name, steps=0, **ending)  # without figures, where the files make none
+    with telling("figures of the summary"):
+        summary = summarize(run, started=started, **ending)
     with telling("summary.json"):
         write(run, summary)
     with telling("curves.png"):

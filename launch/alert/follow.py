@@ -28,7 +28,7 @@ import orjson
 
 from rondo.launch.alert.rules import LIFE, OURS, Recent, Rule
 from rondo.launch.alert.settings import AlertsConfig, addresses, hush, services, why_not
-from rondo.launch.report.records import is_step
+from rondo.launch.report.records import is_record, is_step
 from rondo.launch.rundir import existing_run, read_json, write_json
 from rondo.launch.track.follow import PERIOD_S, Over, beside, cursor, over_without_owner
 from rondo.runtime.errors import ConfigError
@@ -78,7 +78,7 @@ class Alerts:
         self._steps: deque[dict[str, Any]] = deque(maxlen=_STEPS)
         back = Tail(run / _METRICS, max(0, read[_METRICS] - _BACK_BYTES))
         lines = back.read(read[_METRICS] - back.offset) if read[_METRICS] else []
-        self._steps.extend(filter(is_step, read_lines(lines[back.offset > _BACK_BYTES :], run / _METRICS)))
+        self._steps.extend(filter(is_step, read_lines(lines[back.offset > _BACK_BYTES :], run / _METRICS, is_record)))
 
     def look(self, *, is_over: bool = False) -> None:
         """At what has come, and to whom it is to be told; what is not taken is tried again later, the longer the later."""
@@ -172,7 +172,7 @@ class Alerts:
     def _new(self, name: str) -> Iterator[dict[str, Any]]:
         tail = self._tails[name]
         while lines := tail.read():
-            yield from (each for each in read_lines(lines, tail.path) if isinstance(each, dict) and "kind" in each)
+            yield from (each for each in read_lines(lines, tail.path, is_record) if "kind" in each)
 
 
 def _within(seconds: float, rule: Rule, recent: Recent) -> str | None:

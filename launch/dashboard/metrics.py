@@ -16,7 +16,6 @@ import time
 import zlib
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ import numpy as np
 from rondo.launch.dashboard.blocks import FOLDER, Blocks
 from rondo.launch.metrics.descriptions import numbers
 from rondo.launch.metrics.exposition import process_of
-from rondo.launch.report.records import is_step
+from rondo.launch.report.records import is_record, is_step
 from rondo.runtime.records.record import read_lines
 from rondo.runtime.records.tail import Tail
 
@@ -112,9 +111,8 @@ class Metrics:
                     self._blocks.clear()
                     self._empty()
                     continue
-                for record in read_lines(lines, self._path):
-                    with suppress(TypeError, ValueError):  # of one that no run writes
-                        self._add(record)
+                for record in read_lines(lines, self._path, is_record):
+                    self._add(record)
                 if self._tail.offset - self._offset_written >= _BLOCK_BYTES:
                     self._write()
                 if not lines or self._tail.done or time.monotonic() > until:

@@ -78,6 +78,8 @@ def ended(run: Path) -> Death | None:
         return None
     events: list[dict[str, Any]] = []
     for record in read_records(run / "events.jsonl"):
+        if "kind" not in record:
+            continue
         if record["kind"] == "started":
             events.clear()
         events.append(record)

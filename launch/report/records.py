@@ -1,6 +1,7 @@
 """Reading back what a run wrote: the lines of metrics.jsonl and events.jsonl.
 
-Owns which records count; `runtime/records/record.py` writes, and says which lines are whole.
+Owns which records count, and the shape that a record must have; `runtime/records/record.py` writes, and says which lines are
+whole. Invariant: no reader here fails because of what a line holds. A line of another shape is left out and counted in a warning.
 """
 
 from __future__ import annotations
@@ -16,22 +17,56 @@ from rondo.comm.bus.evaluations import ASKED
 from rondo.runtime.records.record import read_lines
 from rondo.runtime.records.tail import Tail
 
+_NUMBER = (int, float, type(None))
+_NUMBERS = {"": _NUMBER}
+_SHAPES: dict[str, Any] = {
+    "time": (int, float), "source": str, "kind": str, "job": str, "step": int, "reward_mean": _NUMBER, "loss": _NUMBER,
+    "num_samples": int, "num_failed": int, "skipped": int, "longest_wait_s": _NUMBER, "waits_s": _NUMBERS,
+    "staleness_tokens": _NUMBERS, "left_out": _NUMBERS, "critic": {"step": int, "explained_variance": _NUMBER},
+    "evaluation": {
+        "version": int, "label": str, "reward": _NUMBER, "num_samples": int, "num_failed": int, "figures": _NUMBERS,
+        "sets": {"": _NUMBERS},
+    },
+}  # fmt: skip
+"""Of the fields that readers calculate with: types, or the shapes of a table's fields, of which "" stands for all others."""
+_FIGURES = ("log_prob_gap", "reward_mean_", "response_tokens_", "clip_fraction_", "num_samples_")
+"""What names of further numbers begin with, such as those of a modality."""
+
+
+def _fits(value: Any, shape: Any) -> bool:
+    if not isinstance(shape, dict):
+        return isinstance(value, shape) and not isinstance(value, bool)
+    known = (
+        ((part, shape.get(name, shape.get(""))) for name, part in value.items()) if isinstance(value, dict) else None
+    )
+    return known is not None and all(of is None or _fits(part, of) for part, of in known)
+
+
+def is_record(value: Any) -> bool:
+    """Whether a line's value has the shape of a record, of a step, an evaluation, a process or an event."""
+    return (
+        _fits(value, _SHAPES)
+        and all(_fits(number, _NUMBER) for name, number in value.items() if name.startswith(_FIGURES))
+        and all(name in value.get(part, (name,)) for part, name in (("evaluation", "version"), ("critic", "step")))
+        and (not is_step(value) or ("time" in value and ("reward_mean" in value or "loss" in value)))
+    )
+
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a JSONL file, oldest first; nothing when there is no file."""
+    """The records of a JSONL file, oldest first; nothing when there is no file. Lines of another shape are left out."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
-        yield from read_lines(file, path)
+        yield from read_lines(file, path, is_record)
 
 
 def last_records(path: Path, num_bytes: int, num: int = 0) -> list[dict[str, Any]]:
     """Those at the end of a JSONL file, in its last bytes, the newest `num` (0: all) of them, oldest first."""
     before = max(0, path.stat().st_size - num_bytes) if path.exists() else 0
     lines = Tail(path, before).read(num_bytes)
-    return list(read_lines(lines[before > 0 :][-num:], path))
+    return list(read_lines(lines[before > 0 :][-num:], path, is_record))
 
 
 def is_step(record: Mapping[str, Any]) -> bool:

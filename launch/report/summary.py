@@ -163,10 +163,10 @@ def failed_rewards(
 def causes(events: Path, state: str) -> dict[str, int]:
     """Cause -> prompt groups that ended in this state, most frequent first. A cause is told without the row's name, so that equal
     ones add up."""
-    last: dict[tuple[str, int], str] = {}
+    last: dict[tuple[str, str], str] = {}
     for record in read_records(events):
         if record.get("kind") == "group_error" and record.get("state") == state:
-            last[record["source"], record["group"]] = _cause(record["why"])
+            last[str(record.get("source")), str(record.get("group"))] = _cause(str(record.get("why")))
     return dict(collections.Counter(last.values()).most_common(_NUM_CAUSES))
 
 
@@ -178,9 +178,9 @@ def left_out(events: Path, steps: Sequence[Mapping[str, Any]] = ()) -> dict[str,
     )
     for record in read_records(events):
         if record.get("kind") == "left_out":
-            prompts.add(record["why"])
+            prompts.add(str(record.get("why")))
         elif record.get("kind") == "sft":
-            num_demonstrations = record["skipped"]
+            num_demonstrations = record.get("skipped", 0)
     turns: Mapping[str, int] = next((record["left_out"] for record in reversed(steps) if "left_out" in record), {})
     found = {"prompts": len(prompts), "demonstrations": num_demonstrations, **turns}
     return {name: count for name, count in found.items() if count}
@@ -199,7 +199,7 @@ def largest_gaps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         for name, value in record.items():
             kind = name.removeprefix("log_prob_gap").removeprefix("_") or "all"
             if name.startswith("log_prob_gap") and (kind == "all" or kind in KINDS):
-                found[kind] = max(found.get(kind, 0.0), value)
+                found[kind] = max(found.get(kind, 0.0), value or 0.0)
     return found
 
 
@@ -239,7 +239,7 @@ def waits_by_role(records: Iterator[dict[str, Any]]) -> dict[str, dict[str, floa
     running: dict[tuple[str, str], float] = {}
     for record in records:
         for name, seconds in record.get("waits_s", {}).items():
-            key = (record["source"], name)
+            key = (record.get("source", "-"), name)
             if seconds < running.get(key, 0.0):
                 finished[key] = finished.get(key, 0.0) + running[key]
             running[key] = seconds
@@ -258,13 +258,13 @@ def write(run: Path, summary: Summary) -> Path:
 
 
 def read(run: Path) -> Summary | None:
-    """The summary of a finished run; None when there is none yet, or a power loss tore it."""
+    """The summary of a finished run; None when there is none yet, a power loss tore it, or it lacks fields."""
+    known = {item.name for item in fields(Summary)}
     try:
         tree = read_json(run / "summary.json")
-    except ConfigError:
+        return Summary(**{name: value for name, value in tree.items() if name in known})
+    except (ConfigError, TypeError):
         return None
-    known = {item.name for item in fields(Summary)}
-    return Summary(**{name: value for name, value in tree.items() if name in known})
 
 
 def print_table(summary: Summary, console: Console | None = None) -> None:

@@ -71,10 +71,10 @@ class JsonLines(Closing):
             self._fd = -1
 
 
-def read_lines(lines: Iterable[bytes], path: Path) -> Iterator[Any]:
+def read_lines(lines: Iterable[bytes], path: Path, fits: Callable[[Any], bool] = lambda value: True) -> Iterator[Any]:
     """What the whole lines of a JSON Lines file hold. A last line without its end may still be written, and is left out;
-    so is what was torn, with a warning."""
-    num_torn = 0
+    so are lines that were torn, or whose value does not fit, with a warning that counts them."""
+    num_torn = num_unfit = 0
     for line in lines:
         if not line.endswith(b"\n") or line.isspace():
             continue
@@ -82,10 +82,15 @@ def read_lines(lines: Iterable[bytes], path: Path) -> Iterator[Any]:
             found = orjson.loads(line)
         except orjson.JSONDecodeError:
             num_torn += 1
-        else:
+            continue
+        if fits(found):
             yield found
+        else:
+            num_unfit += 1
     if num_torn:
         log.warning("%s has %d torn lines, which are left out", path, num_torn)
+    if num_unfit:
+        log.warning("%s has %d lines of another shape than a record, which are left out", path, num_unfit)
 
 
 def pairs(fields: Mapping[str, object]) -> str:

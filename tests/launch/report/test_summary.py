@@ -139,6 +139,11 @@ def test_the_file_is_the_same_as_the_summary(tmp_path: Path) -> None:
     assert read(tmp_path) == summary
 
 
+def test_a_file_that_lacks_fields_is_no_summary(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"name": "demo"}')
+    assert read(tmp_path) is None
+
+
 def test_the_lines_off_a_terminal_hold_every_figure() -> None:
     summary = Summary(
         name="demo",
@@ -191,6 +196,31 @@ def test_a_line_that_a_killed_process_left_half_written_is_left_out(tmp_path: Pa
     file = tmp_path / "metrics.jsonl"
     file.write_text(json.dumps(evaluation(0, 0.5)) + '\n{"time": 1.0, "st')
     assert [record["version"] for record in evaluation_records(file)] == [0]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        5, None, [], "text", {"step": "x", "reward_mean": 1, "time": 1}, {"step": 1, "reward_mean": 1},
+        {"step": 1, "job": "sft", "time": 1},
+        step(1, 1.0) | {"reward_mean": "high"}, step(1, 1.0) | {"source": 7}, step(1, 1.0, log_prob_gap="x"),
+        step(1, 1.0, staleness_tokens=[1]), step(1, 1.0, staleness_tokens={"0": "x"}), step(1, 1.0, left_out=3),
+        step(1, 1.0, waits_s={"weights": []}), step(1, 1.0, num_samples="8"), step(1, 1.0, reward_mean_image=[]),
+        {"evaluation": 3}, {"evaluation": {}}, {"evaluation": {"version": "3"}}, {"evaluation": {"version": 3, "sets": []}},
+        {"evaluation": {"version": 3, "sets": {"kept": {"mean@1": "x"}}}}, {"evaluation": {"version": 3, "label": 1}},
+        {"critic": 1}, {"critic": {}}, {"critic": {"step": 1, "explained_variance": "x"}},
+    ],
+)  # fmt: skip
+def test_a_line_of_another_shape_is_left_out_with_a_count_and_the_summary_has_the_others(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, line: Any
+) -> None:
+    run = run_with(tmp_path, [step(0, 1.0), line, evaluation(1, 0.5)])
+    (run / "events.jsonl").write_text(
+        json.dumps(line) + '\n{"kind": "group_error", "state": "failed"}\n{"kind": "left_out"}\n'
+    )
+    summary = summarize(run, exit_code=0, wall_s=1.0)
+    assert (summary.steps, summary.reward_before) == (1, 0.5)
+    assert "metrics.jsonl has 1 lines of another shape" in caplog.text
 
 
 def test_a_summary_is_there_also_where_parts_of_the_run_cannot_be_read(tmp_path: Path) -> None:
