@@ -114,11 +114,10 @@ class Run:
             each["cores"] = cores.get(name)
             if is_over and each["state"] in ("starting", "ready", "draining"):
                 each["state"] = "ended"
-        logs = sorted(str(p.relative_to(self.path / "logs")) for p in (self.path / "logs").glob("*/*.log"))
         return {
             "groups": groups, "events": events, "waits": live.get("waits", []), "health": live.get("healthz"),
             "processes": processes, "roles": sorted({each.get("role", "") for each in scaled}),
-            "unanswered": live.get("error"), "logs": logs, "waits_s": summary.get("waits_s", {}),
+            "unanswered": live.get("error"), "logs": self._logs(), "waits_s": summary.get("waits_s", {}),
         }  # fmt: skip
 
     def memory(self) -> dict[str, Any]:
@@ -151,8 +150,8 @@ class Run:
 
     def log(self, name: str) -> dict[str, Any]:
         """The end of a log. ConfigError for none of this run's."""
-        path = (self.path / "logs" / name).resolve()
-        if not path.is_relative_to((self.path / "logs").resolve()) or path.suffix != ".log" or not path.is_file():
+        path = self.path / "logs" / name
+        if name not in self._logs() or not path.resolve().is_relative_to((self.path / "logs").resolve()):
             raise ConfigError(f"file must be a log of this run, got {name!r}. See the list of its health")
         return {"file": name, "bytes": path.stat().st_size, "lines": last_lines(path, _LOG_LINES, _LOG_BYTES)}
 
@@ -266,6 +265,12 @@ class Run:
         if code == 75:
             return "stopped", "The run was stopped, and can be resumed."
         return "failed", f"The run failed: {summary['first_cause'] or f'exit code {code}'}"
+
+    def _logs(self) -> list[str]:
+        """The names of its logs, below `logs/`."""
+        return sorted(
+            str(p.relative_to(self.path / "logs")) for p in (self.path / "logs").glob("*/*.log") if p.is_file()
+        )
 
     def _summary(self) -> dict[str, Any]:
         found = read(self.path)

@@ -227,7 +227,7 @@ class Dashboard:
     async def _asset(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info.get("name", PAGE)
         path = ASSETS / name
-        if path.parent != ASSETS or path.suffix not in _TYPES or not path.is_file():
+        if path not in ASSETS.iterdir() or path.suffix not in _TYPES:
             raise TurnedDown(404, f"{request.path} must be a file of the page, got none. Open /")
         body = await asyncio.to_thread(path.read_bytes)
         answer = web.Response(body=body, headers=_HEADERS, content_type=_TYPES[path.suffix], charset="utf-8")

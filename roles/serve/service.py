@@ -29,6 +29,7 @@ from rondo.roles.serve.requests import Ask, Requests
 from rondo.roles.serve.sampling import Sampling
 from rondo.roles.serve.trajectory import Prompt, Trajectories
 from rondo.runtime.admin.guard import TurnedDown
+from rondo.runtime.admin.openapi import refuse_repeated_names
 from rondo.runtime.admin.server import dumps, status_of
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
 from rondo.runtime.reference import uncollected
@@ -151,9 +152,11 @@ class Service:
     async def _read(self, request: web.Request) -> Any:
         try:
             content = await wait_for(request.read(), name="a body", peer="its caller", deadline_s=BODY_S)
-            return parsed(content) if content else {}
+            return parsed(content, request.path) if content else {}
         except DeadlineExceeded as late:
             raise TurnedDown(408, f"a body must come within {BODY_S:g} s, got part of it. Ask again") from late
+        except ConfigError:
+            raise
         except ValueError as error:
             raise ConfigError(f"the body of {request.path} must be JSON, got {error}. Correct it") from error
 
@@ -182,11 +185,13 @@ class Service:
             )
 
 
-def parsed(content: bytes) -> Any:
+def parsed(content: bytes, path: str = "a call") -> Any:
     """The value of JSON, without the garbage collector: a body may have a million values, none of them in a circle, and walking
-    them again and again while they come holds everybody up."""
+    them again and again while they come holds everybody up. ConfigError for an object with two values of one name."""
     with uncollected():
-        return read_json(content)
+        value = read_json(content)
+        refuse_repeated_names(content, path)
+        return value
 
 
 async def in_slices(values: Sequence[T], told: Callable[[T], Any]) -> orjson.Fragment:

@@ -8,11 +8,13 @@ document says of a request decides: the models that it shows are those that read
 
     Operation("Have so many replicas.", Scaling, takes=Count, status=202)        # the handler reads request[BODY]: a Count
 
-A field that no model has is refused, and so are numbers in quotes: nothing that was sent is left out in silence.
+A field that no model has is refused, and so are numbers in quotes and a second value of a name: nothing that was sent is left out
+in silence.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,10 +92,32 @@ async def read(request: web.Request, operation: Operation) -> None:
         content = await wait_for(request.read(), name="a body", peer="its caller", deadline_s=BODY_S)
     except DeadlineExceeded as late:
         raise TurnedDown(408, f"a body must come within {BODY_S:g} s, got part of it. Ask again") from late
+    refuse_repeated_names(content, where)
     try:
         request[BODY] = operation.takes.model_validate_json(content or b"{}", strict=True)
     except ValidationError as error:
         raise explain(error, f"the body of {where}") from None
+
+
+def refuse_repeated_names(content: bytes, where: str) -> None:
+    """Raise ConfigError where an object in this JSON has two values of one name, of which a parser would take the last."""
+
+    def check(pairs: list[tuple[str, Any]]) -> None:
+        names = [name for name, _ in pairs]
+        if len(names) > len(set(names)):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ConfigError(
+                f"the body of {where} must have each name once, got {show_value(twice)} twice. Remove one"
+            )
+
+    try:
+        json.loads(content, object_pairs_hook=check, parse_int=len, parse_float=len)
+    except RecursionError:
+        raise ConfigError(f"the body of {where} must be JSON of some depth, got too many levels. Flatten it") from None
+    except ConfigError:
+        raise
+    except ValueError:
+        return  # whoever reads it says what is wrong
 
 
 def document(title: str, version: str, mounted: Iterable[Mounted], failed: type[BaseModel]) -> dict[str, Any]:

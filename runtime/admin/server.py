@@ -18,7 +18,7 @@ import resource
 import socket
 import ssl
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import orjson
 from aiohttp import web
@@ -50,6 +50,8 @@ _LINGER_S = 2.0
 _MAX_LINE, _MAX_FIELD = 8190, 8192
 _OTHER_FILES = 128
 """Descriptors that a process needs beside its connections."""
+_MAX_REFUSED = 32
+"""So many connections beyond the limit are told so at a time, each for `_LINGER_S` at most; the oldest gives way to the next."""
 
 
 class Limits(NamedTuple):
@@ -85,6 +87,8 @@ class HttpServer:
         self._checks_name = is_loopback(host) and not guard.needs("read")
         self._refused = Rate(60, 1.0, 1)
         self._num_unlogged = 0
+        self._refusing: dict[asyncio.WriteTransport, None] = {}
+        """Connections beyond the limit, the oldest first."""
         self._app = web.Application(middlewares=[self._answer], client_max_size=limits.max_body_bytes)
         self._app.on_response_prepare.append(self._in_form)
         self._mounted: dict[AbstractRoute, Mounted] = {}
@@ -138,7 +142,9 @@ class HttpServer:
             return
         listening.listen(1024)
         limit_s = min(HANDSHAKE_S, self._limits.idle_s)
-        self._handshakes = Handshakes(self._tls, factory, lambda: most - self._num_connected, limit_s)
+        # Beyond the limit one at a time is shaken hands with all the same: whoever is refused is told so.
+        room = lambda: max(1, most - self._num_connected)  # noqa: E731
+        self._handshakes = Handshakes(self._tls, factory, room, limit_s)
         self._handshakes.start(listening)
 
     async def close(self) -> None:
@@ -163,7 +169,7 @@ class HttpServer:
         manager = None if self._runner is None else self._runner.server
         if manager is None or self._num_connected >= most:
             words = f"at most {most} callers must be connected, got one more. Ask again"
-            return _Full(self._told(503, "Refused", words, {"Retry-After": "1"}))
+            return _Full(self._told(503, "Refused", words, {"Retry-After": "1"}), self._refusing)
         return _Connection(
             manager, loop=asyncio.get_running_loop(), failed=self._told, logger=HTTP_LOG, access_log=None,
             keepalive_timeout=self._limits.idle_s, lingering_time=_LINGER_S, max_line_size=_MAX_LINE, max_field_size=_MAX_FIELD,
@@ -183,6 +189,8 @@ class HttpServer:
             authorization, peer = request.headers.get("Authorization"), request.remote or ""
             who = self._guard.who(scope, request.path, authorization, peer)
             self._guard.allow(scope, request.path, who)
+            if "\0" in request.path + "".join(request.query.values()):  # no name of a file, and no text, has one
+                raise ConfigError(f"the path and query of {request.method} must have no NUL, got one. Remove it")
             most = self._limits.max_body_bytes
             if (request.content_length or 0) > most:
                 raise TurnedDown(413, f"a body must have at most {most} bytes, got more. Send less")
@@ -273,20 +281,40 @@ class _Connection(web.RequestHandler):
 
 
 class _Full(asyncio.Protocol):
-    """Says why, and hangs up."""
+    """Answers the request of a connection beyond the limit, and leaves the hanging up to the caller for a while: the kernel
+    resets a connection that is closed with bytes unread, and the caller would lose the answer."""
 
-    def __init__(self, told: web.Response) -> None:
-        self._told = told
+    def __init__(self, told: web.Response, refusing: dict[asyncio.WriteTransport, None]) -> None:
+        self._told, self._refusing = told, refusing
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport) and isinstance(self._told.body, bytes)
+        self._transport, self._answered = cast(asyncio.WriteTransport, transport), False  # uvloop's is no subclass
+        self._refusing[self._transport] = None
+        if len(self._refusing) > _MAX_REFUSED:
+            next(iter(self._refusing)).abort()
+        self._timer = asyncio.get_running_loop().call_later(_LINGER_S, self._end)
+
+    def data_received(self, data: bytes) -> None:
+        if self._answered:
+            return
+        self._answered = True
+        assert isinstance(self._told.body, bytes)
         headers = dict(self._told.headers) | {"Content-Length": str(len(self._told.body)), "Connection": "close"}
         head = [
             f"HTTP/1.1 {self._told.status} {self._told.reason}",
             *(f"{name}: {value}" for name, value in headers.items()),
         ]
-        transport.write("\r\n".join([*head, "", ""]).encode() + self._told.body)
-        transport.close()
+        self._transport.write("\r\n".join([*head, "", ""]).encode() + self._told.body)
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._timer.cancel()
+        self._refusing.pop(self._transport, None)
+
+    def _end(self) -> None:
+        self.data_received(b"")  # who has sent nothing yet is told all the same
+        self._transport.close()
 
 
 def status_of(error: Exception) -> int:

@@ -251,6 +251,9 @@ async def test_media_are_given_as_what_they_are_and_what_could_hurt_a_page_is_no
         ("/group", {"row": "900"}, "a sample must be one of 0 to 12, got 900"),
         ("/log", {"file": "../metrics.jsonl"}, "file must be a log of this run, got '../metrics.jsonl'"),
         ("/log", {"file": "../../../../etc/passwd"}, "file must be a log of this run"),
+        ("/log", {"file": "x" * 300 + ".log"}, "file must be a log of this run"),
+        ("/log", {"file": "x\0.log"}, "the path and query of GET must have no NUL, got one"),
+        ("/samples", {"search": "\0"}, "the path and query of GET must have no NUL, got one"),
     ],
 )
 async def test_a_bad_query_is_answered_with_400_and_words(tmp_path: Path, path: str, query: Any, words: str) -> None:
@@ -258,6 +261,11 @@ async def test_a_bad_query_is_answered_with_400_and_words(tmp_path: Path, path: 
         await demo.of("/samples")
         status, told = await demo.ask(f"/api/runs/demo{path}", **query)
         assert (status, told["error"]["type"]) == (400, "ConfigError") and told["error"]["message"].startswith(words)
+
+
+async def test_a_file_of_the_page_with_a_name_beyond_any_is_not_there(tmp_path: Path) -> None:
+    async with page(a_run(tmp_path, steps=1)) as demo:
+        assert (await demo.ask(f"/assets/{'x' * 300}.js"))[0] == 404
 
 
 async def test_on_loopback_reading_is_open_and_what_was_said_needs_the_token(tmp_path: Path) -> None:

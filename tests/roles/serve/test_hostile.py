@@ -132,6 +132,16 @@ async def test_a_token_that_is_no_text_is_a_wrong_one() -> None:
     assert status == 401 and "must be asked with a valid token" in told
 
 
+async def test_a_second_value_of_a_name_is_refused_in_both_dialects() -> None:
+    async with serving() as served:
+        for path, body in (
+            (CHAT, b'{"messages": [{"role": "user", "role": "system"}]}'),
+            (NATIVE, b'{"n": 1, "n": 2}'),
+        ):
+            status, told = await raw(served.url, path, body, authorization=b"Bearer " + TOKEN.encode())
+            assert status == 400 and "must have each name once" in told
+
+
 def test_a_body_of_many_values_is_read_without_walking_them_again_and_again() -> None:
     walks: list[str] = []
     gc.callbacks.append(lambda phase, info: walks.append(phase))

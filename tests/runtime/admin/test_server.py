@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 import pytest
+import uvloop
 from aiohttp import web
 from pydantic import SecretStr
 
@@ -148,18 +149,57 @@ async def test_a_head_that_does_not_end_and_a_caller_that_says_nothing_are_hung_
             assert b"HTTP/1.1 200" in (answer := await sent(server, begun)) or answer == b""
 
 
-async def test_connections_beyond_the_limit_are_told_so_and_there_is_room_again_when_one_leaves() -> None:
-    async with serving(Limits(1 << 10, max_connections=2, idle_s=PATIENCE_S)) as server:
-        held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
-        for reader, writer in held:
-            writer.write(head("GET /done").replace(b"Connection: close\r\n", b""))
-            assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
-        status, body, headers = told(await sent(server, b""))
-        assert (status, body["error"]["type"], headers["Retry-After"]) == (503, "Refused", "1")
-        held[0][1].close()
-        while (await sent(server, head("GET /done"))).startswith(b"HTTP/1.1 503"):
-            pass
-        held[1][1].close()
+def test_connections_beyond_the_limit_are_told_so_and_there_is_room_again_when_one_leaves() -> None:
+    async def ask() -> None:
+        async with serving(Limits(1 << 10, max_connections=2, idle_s=PATIENCE_S)) as server:
+            held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(2)]
+            for reader, writer in held:
+                writer.write(head("GET /done").replace(b"Connection: close\r\n", b""))
+                assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200 ")
+            # Whoever has sent more than was read is told too: a reset would take the answer from him.
+            status, body, headers = told(await sent(server, head("POST /open") + b"x" * (1 << 20)))
+            assert (status, body["error"]["type"], headers["Retry-After"]) == (503, "Refused", "1")
+            held[0][1].close()
+            while (await sent(server, head("GET /done"))).startswith(b"HTTP/1.1 503"):
+                pass
+            held[1][1].close()
+
+    uvloop.run(ask())  # as a run does: its transports are none of asyncio's classes
+
+
+def test_many_silent_connections_beyond_the_limit_keep_nobody_from_being_told() -> None:
+    async def ask() -> None:
+        async with serving(Limits(1 << 10, max_connections=1, idle_s=PATIENCE_S)) as server:
+            held = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(100)]
+            status, body, _ = told(await sent(server, head("GET /done")))
+            assert (status, body["error"]["type"]) == (503, "Refused")
+            for _, writer in held:
+                writer.close()
+
+    uvloop.run(ask())  # as a run does: its transports are none of asyncio's classes
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (b'{"num": 1, "num": 2}', "must have each name once, got 'num' twice"),
+        (b'{"num": 1, "key": "a", "key": "a"}', "must have each name once, got 'key' twice"),
+        (b'{"key": {"a": 1, "\\u0061": 2}}', "must have each name once, got 'a' twice"),
+        (b"[" * 1000, "must be JSON of some depth, got too many levels"),
+    ],
+)
+async def test_a_second_value_of_a_name_is_refused_wherever_it_stands(body: bytes, words: str) -> None:
+    async with serving() as server:
+        length = f"Content-Length: {len(body)}\r\n\r\n".encode()
+        status, answer, _ = told(await sent(server, head("POST /open")[:-2] + length + body))
+    assert status == 400 and words in answer["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/done?x=%00", "/raise/%00", "/done%00"])
+async def test_a_nul_in_a_path_or_query_is_a_400_with_words(path: str) -> None:
+    async with serving() as server:
+        status, answer, _ = told(await sent(server, head(f"GET {path}")))
+    assert status == 400 and "must have no NUL, got one" in answer["error"]["message"]
 
 
 async def test_whoever_takes_nothing_of_an_answer_is_hung_up_on_by_the_kernel() -> None:
