@@ -35,12 +35,17 @@ def build(folder: Path, file: str) -> None:
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(**where)
-        read = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
+        read, report = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, output_loading_info=True)
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise ConfigError(
             f"model.path must name a GGUF file of a family that transformers reads, got {file!r} ({error}). "
             "Use the model's Hugging Face folder"
         ) from error
+    if missing := sorted(report["missing_keys"]):
+        raise ConfigError(
+            f"model.path must name a GGUF file with all weights of its model, got {file!r} with {len(missing)} missing "
+            f"({', '.join(missing[:3])}). Download it again"
+        )
     config = read.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config

@@ -12,9 +12,11 @@ another that differs.
 
 from __future__ import annotations
 
+import re
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import orjson
@@ -22,13 +24,23 @@ import torch
 import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import dot_natural_key
 from transformers.models.auto.auto_factory import _get_model_class
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+    cached_file,
+)
 
+from rondo.models import random_weights
 from rondo.models.config import ModelConfig
 from rondo.models.families import FAMILIES, family_of
 from rondo.models.filling import Cut, from_folder
-from rondo.models.names import named_as
+from rondo.models.names import disk_groups, named_as, parts
+from rondo.models.value_head import head_parts
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 
@@ -151,13 +163,7 @@ def load_model(
         raise ConfigError(
             f"model.path must hold the weights of a causal LM, got {path!r} ({_first_line(error)}). Check the folder"
         ) from error
-    missing = sorted(report["missing_keys"])
-    if missing:
-        raise ConfigError(
-            f"the weights at {path!r} must be complete, got {len(missing)} missing ({', '.join(missing[:3])}). "
-            "Export or download the folder again"
-        )
-    refuse_unknown(path, model, report["unexpected_keys"])
+    _refuse(path, model, report["missing_keys"], report["unexpected_keys"])
     apart = model.get_expanded_tied_weights_keys(all_submodels=True).items() - model.all_tied_weights_keys.items()
     if apart:
         one, other = min(apart)
@@ -169,28 +175,106 @@ def load_model(
     return model
 
 
-def refuse_unknown(path: str, model: Any, names: Iterable[str]) -> None:
-    """ConfigError for tensors in the files that `model` has no place for, by their names in memory."""
-    if unknown := sorted(names):
-        raise ConfigError(
-            f"the weights at {path!r} must all be those of {type(model).__name__}, got {len(unknown)} that it has no place for "
-            f"({', '.join(unknown[:3])}): without them it is another model. Correct config.json, or choose another folder"
-        )
+def check_weights(path: str, model: Any) -> None:
+    """Compare the weights of a folder with `model`, which has none yet, by the headers of its safetensors files.
+
+    Raises ConfigError that names all tensors that are missing, of another shape, or without a place in the model. Weights that
+    are not on this machine yet, or are of another format, are not compared.
+    """
+    headers = tensors_of(path)
+    if not headers:
+        local = Path(path)
+        others = (random_weights.FILE, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+        if local.is_dir() and not any((local / name).is_file() for name in others):
+            raise ConfigError(
+                f"model.path must be a folder with weights, got {path!r} without {SAFE_WEIGHTS_NAME} and "
+                f"{SAFE_WEIGHTS_INDEX_NAME}. Download them, or name the folder that has them"
+            )
+        return
+    sources = {
+        name: torch.empty(shape, dtype=torch.float32 if "F" in dtype else torch.int8, device="meta")
+        for name, (dtype, shape) in headers.items()
+    }
+    places, missing, unexpected, loaded, differing = model.state_dict(), set[str](), set[str](), set[str](), list[str]()
+    for group in disk_groups(model):  # such as a layer's experts, which are named one by one
+        absent = group.shapes.keys() - headers.keys()
+        wrong = [name for name in group.shapes.keys() & headers if headers[name][1] != group.shapes[name]]
+        if not group.renamed and (wrong or 0 < len(absent) < len(group.shapes)):
+            missing |= absent
+            differing += [f"{name} {list(headers[name][1])} instead of {list(group.shapes[name])}" for name in wrong]
+            loaded |= set(group.sources)
+            sources = {name: source for name, source in sources.items() if name not in group.shapes}
+    conversions = get_model_conversion_mapping(model)
+    for name, part in (
+        *parts(model, sources, conversions, places, unexpected),
+        *head_parts(model, sources, unexpected),
+    ):
+        loaded.add(name)
+        if part.shape != places[name].shape:
+            differing.append(f"{name} {list(part.shape)} instead of {list(places[name].shape)}")
+        elif part.is_floating_point() != places[name].is_floating_point():
+            differing.append(f"{name} of another kind of numbers than {places[name].dtype}")
+    for tied, source in model.all_tied_weights_keys.items():
+        if tied in loaded or source in loaded:
+            loaded |= {tied, source}
+    report = SimpleNamespace(missing_keys=missing | (places.keys() - loaded), unexpected_keys=unexpected)
+    model._adjust_missing_and_unexpected_keys(report)
+    _refuse(path, model, report.missing_keys, report.unexpected_keys, differing)
 
 
-def tensors_of(path: str) -> dict[str, str]:
-    """Name -> dtype, in safetensors' words, of the tensors that would be loaded, as far as they are on this machine: a release
-    may hold them in another layout too. Reads headers alone. Raises ConfigError for a file that is not whole."""
+def _refuse(
+    path: str, model: Any, missing: Collection[str], unexpected: Collection[str], differing: Collection[str] = ()
+) -> None:
+    """Raise ConfigError if the weights at `path` are not exactly those of `model`."""
+    kinds = {"missing": missing, "of another shape": differing, "that it has no place for": unexpected}
+    found = [
+        f"{len(names)} {kind} ({', '.join(sorted(names, key=dot_natural_key)[:3])}{', ...' if len(names) > 3 else ''})"
+        for kind, names in kinds.items()
+        if names
+    ]
+    if not found:
+        return
+    advice = "Download or export the folder again, or correct config.json"
+    head = [name for name, module in model.named_modules() if module is model.get_output_embeddings()]
+    if any(name.rpartition(".")[0] in head for name in missing):
+        advice += "; tie_word_embeddings must be true there if the model's output layer is its embedding"
+    layers, absent = (
+        {int(layer) for name in names for layer in re.findall(r"\.layers\.(\d+)\.", name)}
+        for names in (model.state_dict().keys() - set(missing), missing)
+    )
+    if absent - layers:
+        advice += f"; num_hidden_layers there counts {len(layers | absent)} layers, of which {len(layers)} have weights"
+    raise ConfigError(
+        f"the weights at {path!r} must be exactly those of {type(model).__name__} as config.json describes it, got "
+        f"{'; '.join(found)}. {advice}"
+    )
+
+
+def tensors_of(path: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Return name -> (dtype in safetensors' words, shape) of the tensors that would be loaded, as far as they are on this
+    machine; a release may hold them in another layout too. Reads headers alone. Raises ConfigError for a file that is not whole,
+    and for one that a local folder's index names and that is not there."""
     local = Path(path) if Path(path).is_dir() else Path(cached_file(path, "config.json")).parent
     whole, index = local / SAFE_WEIGHTS_NAME, local / SAFE_WEIGHTS_INDEX_NAME
     files = [whole]
     if not whole.is_file() and index.is_file():
-        files = [local / name for name in sorted(set(orjson.loads(index.read_bytes())["weight_map"].values()))]
-    found: dict[str, str] = {}
+        try:
+            files = [local / name for name in sorted(set(orjson.loads(index.read_bytes())["weight_map"].values()))]
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ConfigError(
+                f"{index} must be an index of safetensors files, got {_first_line(error)}. Download it again"
+            ) from error
+        if Path(path).is_dir() and (absent := [file.name for file in files if not file.is_file()]):
+            raise ConfigError(
+                f"{local} must hold all files that {index.name} names, got {len(absent)} of {len(files)} missing "
+                f"({', '.join(absent[:3])}). Download them"
+            )
+    found: dict[str, tuple[str, tuple[int, ...]]] = {}
     for file in filter(Path.is_file, files):
         try:
             with safe_open(file, framework="pt") as opened:
-                found |= {name: opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118  # no dictionary
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118  # no dictionary
+                found |= {name: (each.get_dtype(), tuple(each.get_shape())) for name, each in slices.items()}
         except SafetensorError as error:
             raise ConfigError(f"{file} must be a whole safetensors file, got {error}. Download it again") from error
     return found
@@ -203,7 +287,7 @@ def _quantization(path: str, configs: Sequence[Any]) -> str | None:
         if settings is not None:
             method = settings.get("quant_method") if isinstance(settings, dict) else settings.quant_method
             return f"a quantization_config ({method})"
-    small = ((name, dtype) for name, dtype in tensors_of(path).items() if dtype.startswith(("F4", "F6", "F8")))
+    small = ((name, dtype) for name, (dtype, _) in tensors_of(path).items() if dtype.startswith(("F4", "F6", "F8")))
     return next((f"{name} of {dtype}" for name, dtype in small), None)
 
 

@@ -293,18 +293,6 @@ def named_as(model: Any, names: Iterable[str]) -> None:
     model._weight_conversions = [each for each in conversions if each.was_used()]
 
 
-def unknown_tensors(model: Any, names: Iterable[str]) -> set[str]:
-    """Of tensors in a folder's files, those that `model` has no place for when it loads, by their names in memory. Without what
-    transformers says may be left out."""
-    places, conversions = model.state_dict(), get_model_conversion_mapping(model)
-    targets = _targets(model, names, conversions, places)
-    found = SimpleNamespace(
-        missing_keys=set[str](), unexpected_keys={name for _, name, _ in targets if name not in places}
-    )
-    model._adjust_missing_and_unexpected_keys(found)
-    return set(found.unexpected_keys)
-
-
 def _targets(
     model: Any, names: Iterable[str], conversions: Iterable[Any], places: Mapping[str, Any]
 ) -> Iterator[tuple[str, str, str | None]]:

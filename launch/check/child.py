@@ -201,19 +201,18 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
 
         from rondo.launch.check.shape import shape_of
         from rondo.models.families import family_of
-        from rondo.models.load import empty_model, load_tokenizer, prepare, refuse_unknown, tensors_of
-        from rondo.models.names import SCORE, disk_shapes, unknown_tensors
+        from rondo.models.load import check_weights, empty_model, load_tokenizer, prepare
+        from rondo.models.names import disk_shapes
         from rondo.models.parallel.experts import check_experts
         from rondo.models.value_head import check_scores, give_value_head
 
     path = prepare(config.model, folder)
     model = empty_model(path)
     report.facts.model_path = path
-    found, scores = unknown_tensors(model, tensors_of(path)), config.job == "reward_model"
-    report.look(lambda: refuse_unknown(path, model, found - {SCORE} if scores else found), "model")
-    if scores:
+    if config.job == "reward_model":
         give_value_head(model)
         report.look(lambda: check_scores(model), "model")
+    report.look(lambda: check_weights(path, model), "model")
     if config.job == "rl" and config.rollout.sglang is not None and config.rollout.sglang.python is not None:
         from rondo.roles.engines.sglang.model_folder import check_served
 
@@ -231,8 +230,8 @@ def look_at_model(config: RunConfig, folder: Path, report: Report, tokenizers: l
         report.look(lambda: check_experts(model, config.train.mesh.ep), "train.mesh.ep")
     report.look(lambda: look_at_routers(config, report, model), "train.router_replay")
     report.facts.shape = shape_of(model)
-    if config.critic is not None and config.critic.lora is not None:
-        report.look(lambda: look_at_critic(config, report, path), "critic.lora")
+    if config.critic is not None and (config.critic.lora is not None or config.critic.path is not None):
+        report.look(lambda: look_at_critic(config, report, path), "critic")
     needs_template = any(data.apply_chat_template for data in config.named_data().values())
     tokenizers.append(load_tokenizer(path, needs_chat_template=needs_template))
     if config.job == "rl":
@@ -381,16 +380,20 @@ def look_at_routers(config: RunConfig, report: Report, model: Any) -> None:
 
 
 def look_at_critic(config: RunConfig, report: Report, path: str) -> None:
-    """The targets of its adapters are its model's own."""
-    from rondo.models.load import empty_model
+    """Check that its weights, if they are not the policy's, and the targets of its adapters are its model's own."""
+    from rondo.models.load import check_weights, empty_model
     from rondo.models.lora import adapt
     from rondo.models.names import adapter_tensors
     from rondo.models.value_head import give_value_head
 
     critic = config.critic
-    assert critic is not None and critic.lora is not None and report.facts.shape is not None
+    assert critic is not None and report.facts.shape is not None
     model = empty_model(critic.path or path)
     give_value_head(model, whole=True)
+    if critic.path is not None:
+        check_weights(critic.path, model)
+    if critic.lora is None:
+        return
     try:
         adapt(model, critic.lora)
     except ConfigError as error:

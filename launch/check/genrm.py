@@ -32,7 +32,7 @@ def look_at_judge(config: RunConfig, name: str, folder: Path, report: Report) ->
     import torch
 
     from rondo.launch.check.shape import shape_of
-    from rondo.models.load import empty_model, load_tokenizer, prepare
+    from rondo.models.load import check_weights, empty_model, load_tokenizer, prepare
     from rondo.models.names import disk_shapes
 
     judge = config.judges[name]
@@ -41,6 +41,7 @@ def look_at_judge(config: RunConfig, name: str, folder: Path, report: Report) ->
     if asked is None:
         from rondo.roles.scorer import check_reward_model
     model = check_reward_model(path) if asked is None else empty_model(path)
+    check_weights(path, model)
     load_tokenizer(path, needs_chat_template=asked is not None or config.data.apply_chat_template)
     if asked is not None and asked.sglang is not None:
         from rondo.roles.engines.sglang.model_folder import check_served

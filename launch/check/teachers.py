@@ -40,7 +40,7 @@ def look_at_teachers(config: RunConfig, folder: Path, report: Report, tokenizers
 def _look_at(config: RunConfig, name: str, teacher: TeacherConfig, folder: Path, report: Report, own: Any) -> None:
     import torch
 
-    from rondo.models.load import empty_model, load_config, load_tokenizer, prepare
+    from rondo.models.load import check_weights, empty_model, load_config, load_tokenizer, prepare
     from rondo.models.names import disk_shapes
 
     assert report.facts.model_path is not None
@@ -49,6 +49,8 @@ def _look_at(config: RunConfig, name: str, teacher: TeacherConfig, folder: Path,
         return
     path = prepare(teacher.model, folder / name) if teacher.model is not None else report.facts.model_path
     model, others = empty_model(path), load_tokenizer(path)
+    if teacher.model is not None:
+        check_weights(path, model)
     if different := why_different(own, others):
         raise ConfigError(
             f"the tokenizer of the teacher {name!r} must be the policy's, since it judges the policy's own tokens, got "

@@ -42,7 +42,7 @@ ALIASES: Mapping[str, str] = {
     "num_train_epochs": _PASSES,
     "total_epochs": _PASSES,
     "num_epoch": _PASSES,
-    "epochs": "train.passes|data.num_passes; The first is over the prompt groups of a step, the second over the data",
+    "epochs": "train.passes|data.num_passes; `passes` are over the prompt groups of a step, `num_passes` over the data",
     "rollout_shuffle": "data.shuffle",
     "max_samples": "data.limit",
     "filter_overlong_prompts": "data.too_long",

@@ -123,7 +123,7 @@ config = RunConfig(
     num_steps=6,
     supervision=SupervisionConfig(silence_s=120, grace_s=120),
     max_staleness=1,
-    groups=(
+    role_groups=(
         RoleGroup(name="rollout", roles=("rollout",)),
         RoleGroup(name="actor", roles=("actor",), processes=2),
         RoleGroup(

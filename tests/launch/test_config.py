@@ -76,11 +76,11 @@ def test_a_setting_can_be_changed_from_the_command_line(tmp_path: Path, text: st
         ("groups", "Did you mean 'role_groups'?"),
         (
             "train.epochs",
-            "Did you mean 'passes'? The first is over the prompt groups of a step, the second over the data.",
+            "Did you mean 'passes'? `passes` are over the prompt groups of a step, `num_passes` over the data.",
         ),
         (
             "critic.epochs",
-            "Did you mean 'passes'? The first is over the prompt groups of a step, the second over the data.",
+            "Did you mean 'passes'? `passes` are over the prompt groups of a step, `num_passes` over the data.",
         ),
         ("train.optimizer_steps_per_batch", "Did you mean 'num_mini_batches'?"),
         ("algorithm.normalizer", "Did you mean 'loss_aggregation'?"),

@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 
 from rondo.models.checkpoint import export_hf
 from rondo.models.families import FAMILIES, family_of
-from rondo.models.load import empty_model, load_config, load_model, load_tokenizer, tensors_of
+from rondo.models.load import check_weights, empty_model, load_config, load_model, load_tokenizer
 from rondo.models.media.config import MediaConfig
 from rondo.models.media.processor import Processor
 from rondo.models.media.refs import MediaRef
-from rondo.models.names import disk_shapes, load_disk_tensors, unknown_tensors
+from rondo.models.names import disk_shapes, load_disk_tensors
 from rondo.models.tiny import qwen3, qwen3_5, qwen3_omni, qwen3_vl
 from rondo.runtime.errors import ConfigError
 from tests.e2e.omni import picture, sound
@@ -176,7 +176,7 @@ def test_of_a_model_that_also_speaks_the_thinker_is_loaded(tmp_path: Path) -> No
     save_file(tensors | {"talker.model.norm.weight": torch.ones(4)}, whole / "model.safetensors", {"format": "pt"})
     model, expected = load_model(str(whole)), load_model(str(thinker))
     assert type(model) is type(expected)
-    assert unknown_tensors(empty_model(str(whole)), tensors_of(str(whole))) == set()
+    check_weights(str(whole), empty_model(str(whole)))
     assert all(torch.equal(p, model.get_parameter(name)) for name, p in expected.named_parameters())
     export_hf(tmp_path / "hf", model, str(whole))
     assert torch.equal(logits(load_model(str(tmp_path / "hf")), asked(tmp_path / "hf")), logits(model, asked(whole)))

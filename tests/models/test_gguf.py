@@ -16,8 +16,8 @@ from rondo.models.tiny import qwen3
 from rondo.runtime.errors import ConfigError
 
 
-def write(path: Path, folder: Path) -> None:
-    """The Qwen3 in `folder` as somebody's converter writes it, unquantized."""
+def write(path: Path, folder: Path, *left_out: str) -> None:
+    """The Qwen3 in `folder` as somebody's converter writes it, unquantized, without the tensors named in `left_out`."""
     model = AutoModelForCausalLM.from_pretrained(folder)
     config, tokenizer = model.config, json.loads((folder / "tokenizer.json").read_text())
     writer = gguf.GGUFWriter(path, "qwen3")
@@ -43,7 +43,7 @@ def write(path: Path, folder: Path) -> None:
     writer.add_pad_token_id(config.pad_token_id)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
-        if not (config.tie_word_embeddings and name == "lm_head.weight"):
+        if name not in left_out and not (config.tie_word_embeddings and name == "lm_head.weight"):
             writer.add_tensor(names.get_name(name, (".weight", ".bias")), tensor.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -83,4 +83,14 @@ def test_without_what_reads_it_the_line_to_install_it_is_told(tmp_path: Path, mo
     (tmp_path / "tiny.gguf").touch()
     monkeypatch.setattr("rondo.models.gguf.importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"without accelerate and gguf, got .* pip install 'rondo-rl\[gguf\]'"):
+        prepare(ModelConfig(path=str(tmp_path / "tiny.gguf")), tmp_path / "model")
+
+
+def test_a_gguf_file_without_all_weights_is_refused_instead_of_filled_at_random(tmp_path: Path) -> None:
+    (tmp_path / "from").mkdir()
+    qwen3.build(tmp_path / "from", hidden_size=256, num_heads=2, num_kv_heads=1)
+    write(tmp_path / "tiny.gguf", tmp_path / "from", "model.norm.weight")
+    with pytest.raises(
+        ConfigError, match=r"got '.*tiny.gguf' with 1 missing \(model.norm.weight\)\. Download it again"
+    ):
         prepare(ModelConfig(path=str(tmp_path / "tiny.gguf")), tmp_path / "model")

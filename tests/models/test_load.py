@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rondo.models import random_weights
 from rondo.models.config import ModelConfig
 from rondo.models.load import (
+    check_weights,
     empty_model,
     load_config,
     load_model,
@@ -21,8 +23,9 @@ from rondo.models.load import (
     prepare,
     tensors_of,
 )
-from rondo.models.names import disk_shapes, unknown_tensors
+from rondo.models.names import disk_shapes
 from rondo.models.tiny import qwen3
+from rondo.models.value_head import give_value_head
 from rondo.runtime.errors import ConfigError
 from tests.models.builders import folder_of
 
@@ -123,7 +126,9 @@ def test_a_model_with_missing_weights_is_refused_instead_of_filled_at_random(fol
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.0.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=r"must be complete, got 1 missing \(model.layers.0.mlp.up_proj.weight\)\."):
+    with pytest.raises(
+        ConfigError, match=r"exactly those of Qwen3.*, got 1 missing \(model.layers.0.mlp.up_proj.weight\)\."
+    ):
         load_model(str(folder))
 
 
@@ -137,7 +142,7 @@ def changed(folder: Path, **tensors: torch.Tensor) -> str:
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_tensors_that_the_model_has_no_place_for_are_refused_by_name(tmp_path: Path, family: str) -> None:
     path = folder_of(tmp_path, family)
-    assert unknown_tensors(empty_model(path), tensors_of(path)) == set()
+    check_weights(path, empty_model(path))
     own = load_file(tmp_path / "model.safetensors")
     beside = {f"model.layers.0.self_attn.{name}": torch.zeros(4) for name in ("q_proj.bias", "q_proj.weight_scale_inv")}
     older = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4)}  # transformers itself leaves it out
@@ -149,11 +154,133 @@ def test_tensors_that_the_model_has_no_place_for_are_refused_by_name(tmp_path: P
     assert not (tmp_path / "shards" / "model.safetensors").exists()
     assert tensors_of(str(tmp_path / "shards")).keys() == tensors_of(path).keys() - older.keys()
     changed(tmp_path, **beside)
-    assert unknown_tensors(empty_model(path), tensors_of(path)) == beside.keys()
-    with pytest.raises(
-        ConfigError, match=r"got 2 that it has no place for \(model.layers.0.self_attn.q_proj.bias, .*_inv\)"
-    ):
-        load_model(path)
+    for refuses in (lambda: check_weights(path, empty_model(path)), lambda: load_model(path)):
+        with pytest.raises(
+            ConfigError, match=r"got 2 that it has no place for \(model.layers.0.self_attn.q_proj.bias, .*_inv\)"
+        ):
+            refuses()
+
+
+def configured(folder: Path, **settings: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def cut(folder: Path, *names: str) -> None:
+    weights = load_file(folder / "model.safetensors")
+    save_file({n: w for n, w in weights.items() if n not in names}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "change", "got"),
+    [
+        (
+            "qwen3",
+            True,
+            lambda folder: (
+                cut(folder, "model.norm.weight", "model.layers.1.mlp.up_proj.weight"),
+                changed(folder, **{"model.layers.0.mlp.up_proj.weight": torch.zeros(3, 5), "model.x.weight": torch.zeros(1)}),
+            ),
+            r"2 missing \(model.layers.1.mlp.up_proj.weight, model.norm.weight\); 1 of another shape "
+            r"\(model.layers.0.mlp.up_proj.weight \[3, 5\] instead of \[\d+, \d+\]\); 1 that it has no place for "
+            r"\(model.x.weight\)\. Download or export the folder again, or correct config.json$",
+        ),
+        (
+            "qwen3",
+            True,
+            lambda folder: configured(folder, num_hidden_layers=3, layer_types=["full_attention"] * 3),
+            r"11 missing \(model.layers.2.input_layernorm.weight, .*, \.\.\.\)\. .*; num_hidden_layers there counts 3 layers, of "
+            r"which 2 have weights$",
+        ),
+        (
+            "qwen3",
+            True,
+            lambda folder: configured(folder, num_hidden_layers=1, layer_types=["full_attention"]),
+            r"11 that it has no place for \(model.layers.1.input_layernorm.weight",
+        ),
+        (
+            "qwen3",
+            True,
+            lambda folder: configured(folder, tie_word_embeddings=False),
+            r"1 missing \(lm_head.weight\)\. .*; tie_word_embeddings must be true there if the model's output layer is its emb",
+        ),
+        (
+            "qwen3",
+            True,
+            lambda folder: configured(folder, vocab_size=512),
+            r"1 of another shape \(model.embed_tokens.weight \[\d+, 64\] instead of \[512, 64\]\)",
+        ),
+        (
+            "qwen3",
+            False,
+            lambda folder: changed(folder, **{"lm_head.weight": torch.zeros(8, 8, dtype=torch.int8)}),
+            r"1 of another shape \(lm_head.weight \[8, 8\] instead of",
+        ),
+        (
+            "qwen3",
+            False,
+            lambda folder: changed(folder, **{"model.norm.weight": torch.zeros(64, dtype=torch.int8)}),
+            r"1 of another shape \(model.norm.weight of another kind of numbers than torch.float32\)",
+        ),
+        (
+            "qwen3_moe",
+            True,
+            lambda folder: cut(folder, "model.layers.0.mlp.experts.1.up_proj.weight", "model.layers.0.mlp.gate.weight"),
+            r"2 missing \(model.layers.0.mlp.experts.1.up_proj.weight, model.layers.0.mlp.gate.weight\)",
+        ),
+        ("qwen3", True, lambda folder: (folder / "model.safetensors").unlink(), "without model.safetensors and model.saf"),
+    ],
+)  # fmt: skip
+def test_weights_that_are_not_those_of_the_config_are_named_without_being_read(
+    tmp_path: Path, family: str, tied: bool, change: Callable[[Path], object], got: str
+) -> None:
+    path = folder_of(tmp_path, family, tied=tied)
+    check_weights(path, empty_model(path))
+    change(tmp_path)
+    with pytest.raises(ConfigError, match=got):
+        check_weights(path, empty_model(path))
+
+
+def test_a_folder_with_the_output_layer_alone_is_whole_where_it_is_tied(tmp_path: Path) -> None:
+    path = folder_of(tmp_path, "qwen3", tied=True)
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    changed(tmp_path, **{"lm_head.weight": embedding})
+    cut(tmp_path, "model.embed_tokens.weight")
+    check_weights(path, empty_model(path))
+    assert torch.equal(load_model(path).get_input_embeddings().weight, embedding)
+
+
+def test_a_sharded_folder_is_compared_by_its_index_and_names_files_that_are_not_there(tmp_path: Path) -> None:
+    load_model(folder_of(tmp_path / "whole", "qwen3")).save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    path = str(tmp_path / "shards")
+    check_weights(path, empty_model(path))
+    configured(tmp_path / "shards", tie_word_embeddings=False)
+    with pytest.raises(ConfigError, match=r"1 missing \(lm_head.weight\)"):
+        check_weights(path, empty_model(path))
+    [lost, *_] = sorted((tmp_path / "shards").glob("*.safetensors"))
+    lost.unlink()
+    with pytest.raises(ConfigError, match=rf"got 1 of \d+ missing \({lost.name}\)\. Download them"):
+        load_config(path)
+    (tmp_path / "shards" / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"index.json must be an index of safetensors files, got KeyError"):
+        load_config(path)
+
+
+def test_a_value_head_needs_no_output_layer_and_is_compared_where_a_folder_has_one(tmp_path: Path) -> None:
+    path = folder_of(tmp_path, "qwen3", tied=False)
+    cut(tmp_path, "lm_head.weight")
+
+    def scoring() -> Any:
+        model = empty_model(path)
+        give_value_head(model)
+        return model
+
+    check_weights(path, scoring())
+    changed(tmp_path, **{"score.weight": torch.zeros(1, 64)})
+    check_weights(path, scoring())
+    changed(tmp_path, **{"score.weight": torch.zeros(2, 64)})
+    with pytest.raises(ConfigError, match=r"score.weight of a folder must have one label, \[1, 64\], got \[2, 64\]"):
+        check_weights(path, scoring())
 
 
 def test_quantized_weights_are_refused_before_anything_is_built(folder: Path) -> None:
