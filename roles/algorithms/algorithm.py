@@ -176,6 +176,9 @@ class AlgorithmConfig(Section):
     tis_mode: TisMode = "truncate"
     """truncate: clamp(w, tis_low, tis_high). mask: w within the bounds, else 0. reject: beyond the bounds a token is none of the
     loss, nor of what this is divided by."""
+    count_rejected: bool = False
+    """Whether a sample whose tokens a correction all rejected still counts in a loss that is divided by samples. By default the
+    loss is divided by the samples that are left, as with tokens."""
     tis_level: TisLevel = "token"
     """What w is: the ratio of a token, or of its whole sample: the product of its tokens' ratios, or their geometric mean."""
     opsm_delta: float | None = Field(None, ge=0)
@@ -212,6 +215,11 @@ class AlgorithmConfig(Section):
             yield f"algorithm.name must {rule}, got {self.name!r}. {hint}"
         for option, got in self.changed("tis_low", "tis_mode", "tis_level").items() if self.tis_high is None else ():
             yield f"algorithm.tis_high must be set with algorithm.{option}, got only {option} {got}. Set both"
+        if self.count_rejected and self.tis_mode != "reject" and self.correction is None:
+            yield (
+                "algorithm.count_rejected must be left out without a correction that rejects tokens, got True. Remove it, or set "
+                "algorithm.tis_mode to 'reject'"
+            )
         told = self.advantage != ("group_mean_std" if self.normalize_std else "group_mean")
         for option, other in (("tis_high", "correction"), ("normalize_std", "advantage")):
             if getattr(self, option) is not None and (told if other == "advantage" else self.correction is not None):

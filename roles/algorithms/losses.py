@@ -7,7 +7,7 @@ Invariant: `policy_sums` of a whole step equals the sum of `policy_sums` of any 
 So the actor adds gradients up as rounds come, and divides once by the denominator of the true step.
 
     sums = policy_sums(algorithm, log_probs=..., ...); sums.loss.backward()          # for every micro-batch
-    total = (a + b).reduced(group); float(total.loss) / denominator(total, "sample", max_new_tokens)
+    total = (a + b).reduced(group); float(total.loss) / denominator(total, algorithm, max_new_tokens)
 
 Shapes: N response tokens of all samples behind each other, in the order of `lengths` (S samples). Log-probs are natural
 logarithms in float32. Masked tokens are selected out and never multiplied by 0: they may hold anything, NaN too.
@@ -25,25 +25,40 @@ from typing import Any
 
 import torch
 
-from rondo.roles.algorithms.algorithm import AlgorithmConfig, LossAggregation, function_of
+from rondo.roles.algorithms.algorithm import AlgorithmConfig, function_of
 from rondo.roles.algorithms.batch import Batch, Measured, bounded_exp
 from rondo.roles.algorithms.corrections import CORRECTIONS, left_behind
 from rondo.roles.algorithms.divergence import k3, kl
 from rondo.roles.algorithms.policy_losses import POLICY_LOSSES
-from rondo.roles.algorithms.sums import TOKENS_OF, LossSums
+from rondo.roles.algorithms.sums import LossSums
 from rondo.runtime.errors import Fatal
 
 Beside = Callable[[Batch], tuple[torch.Tensor | None, Measured]]
 """A term of the loss of every token [N], or None, and what it measures."""
 
 
-def denominator(total: LossSums, loss_aggregation: LossAggregation, max_new_tokens: int) -> float:
-    """What the summed loss and its gradient are divided by; at least 1, since a step may be masked whole. Samples are those with
-    a token that trains; tokens those that a correction left in the loss, whose sum is "kept_fraction"."""
-    if loss_aggregation == "token":
-        return max(1.0, float(total.sums["kept_fraction"]))
-    samples = max(1.0, float(total.sums["samples"]))
-    return samples * max_new_tokens if loss_aggregation == "constant" else samples
+OURS = frozenset({
+    "tokens", "samples", "kept_fraction", "kept_samples_fraction", "ratio_mean", "ratio_max", "approx_kl", "mismatch_mean",
+    "mismatch_kl", "mismatch_max", "entropy", "opsm_fraction", "kl", "router_aux_loss",
+})  # fmt: skip
+"""Measures of every run, under whose names no loss or correction may measure something else."""
+
+
+def counted(sums: LossSums, algorithm: AlgorithmConfig, max_new_tokens: int) -> torch.Tensor:
+    """Return the tokens or samples that the loss of `sums` is divided by once the update is whole, by `loss_aggregation`.
+
+    Tokens are those that a correction left in the loss. Samples are those with such a token or, with `count_rejected`, with a
+    token that trains.
+    """
+    if algorithm.loss_aggregation == "token":
+        return sums.sums["kept_fraction"]
+    samples = sums.sums["samples" if algorithm.count_rejected else "kept_samples_fraction"]
+    return samples * max_new_tokens if algorithm.loss_aggregation == "constant" else samples
+
+
+def denominator(total: LossSums, algorithm: AlgorithmConfig, max_new_tokens: int) -> float:
+    """Return what the summed loss and its gradient are divided by: at least 1, since a step may be masked whole."""
+    return max(1.0, float(counted(total, algorithm, max_new_tokens)))
 
 
 def policy_sums(
@@ -98,6 +113,7 @@ def policy_sums(
     mismatch = batch.log_probs.detach() - batch.rollout_log_probs
     ratio = bounded_exp(drift)
     loss, measured = _per_token(algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss", batch, algorithm)
+    partly = set() if algorithm.policy_loss in POLICY_LOSSES else set(measured)
     measured |= {
         "ratio_mean": ratio,
         "approx_kl": k3(drift),
@@ -109,7 +125,12 @@ def policy_sums(
     stays = keep
     if algorithm.corrected_by is not None:
         weights, stays, more = _corrected(algorithm.corrected_by, batch, algorithm)
+        if twice := measured.keys() & more.keys():
+            raise Fatal(
+                f"algorithm.correction must measure what algorithm.policy_loss does not, got {min(twice)!r} of both. Rename one"
+            )
         loss, measured = loss * weights, measured | more
+        partly |= set() if algorithm.corrected_by in CORRECTIONS else set(more)
     if algorithm.opsm_delta is not None:
         gone = left_behind(batch, algorithm.opsm_delta)
         loss = torch.where(gone, 0.0, loss)
@@ -130,24 +151,28 @@ def policy_sums(
 
     if algorithm.loss_aggregation == "sample":
         loss = loss * batch.to_tokens(1.0 / batch.sums(stays.float()).clamp(min=1).float())
-    tokens_S = batch.sums(keep.float())
-    trained = tokens_S > 0
+    tokens_S, kept_S = batch.sums(keep.float()), batch.sums(stays.float())
+    counted = torch.ones_like(tokens_S, dtype=torch.bool)
     if begun is not None:
-        trained = trained & torch.tensor(begun, device=trained.device)
+        counted = torch.tensor(begun, device=tokens_S.device)
+    num_tokens = keep.sum(dtype=torch.float64)
+    num_samples = (counted & (tokens_S > 0)).sum(dtype=torch.float64)
     sums = {
-        "tokens": keep.sum(dtype=torch.float64),
-        "samples": trained.sum(dtype=torch.float64),
+        "tokens": num_tokens,
+        "samples": num_samples,
         "kept_fraction": stays.sum(dtype=torch.float64),
+        "kept_samples_fraction": (counted & (kept_S > 0)).sum(dtype=torch.float64),
         **{name: chosen(values).sum(dtype=torch.float64) for name, values in measured.items()},
     }
+    counts = {"kept_samples_fraction": num_samples, **dict.fromkeys(sorted(partly), num_tokens)}
     if kinds and "clip_fraction" in measured:
         clipped = chosen(measured["clip_fraction"].float())
         of_samples = torch.stack([batch.sums(clipped), tokens_S])  # [2, S]
         among = torch.tensor(list(kinds.values()), dtype=torch.float64).to(of_samples.device)  # [kinds, S]
-        for kind, (num_clipped, num_tokens) in zip(kinds, among @ of_samples.T, strict=True):
-            sums |= {f"clip_fraction_{kind}": num_clipped, f"{TOKENS_OF}{kind}": num_tokens}
+        for kind, (num_clipped, num_of_kind) in zip(kinds, among @ of_samples.T, strict=True):
+            sums[f"clip_fraction_{kind}"], counts[f"clip_fraction_{kind}"] = num_clipped, num_of_kind
     maxes = {"ratio_max": chosen(ratio).max().double(), "mismatch_max": mismatch.abs().max().double()}
-    return LossSums(torch.where(stays, loss, 0.0).sum(), sums, maxes)
+    return LossSums(torch.where(stays, loss, 0.0).sum(), sums, maxes, counts)
 
 
 def _corrected(
@@ -178,8 +203,12 @@ def _per_token(
 def _checked(
     found: tuple[torch.Tensor, Mapping[str, torch.Tensor]], setting: str, batch: Batch
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Fatal for what is no number a token."""
+    """Fatal for what is no number a token, and for a measure with the name of one of ours."""
     values, measured = found
+    if taken := OURS.intersection(measured):
+        raise Fatal(
+            f"{setting} must measure under names of its own, got {min(taken)!r}, which every run has. Rename it"
+        )
     for each in (values, *measured.values()):
         if getattr(each, "shape", None) != batch.mask.shape:
             raise Fatal(

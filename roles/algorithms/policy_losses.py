@@ -52,7 +52,8 @@ def gspo_token(batch: Batch, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, 
 
 def m2po(batch: Batch, algorithm: AlgorithmConfig) -> tuple[torch.Tensor, Measured]:
     """The clipped loss within bounds that the step's own second moment asks for (`drift.second_moment`), never tighter than
-    clip_low and clip_high; none where the moment is within its budget: M2PO (Zheng et al. 2025, arXiv 2510.01161)."""
+    clip_low and clip_high; none where the moment is within its budget: M2PO (Zheng et al. 2025, arXiv 2510.01161), as Relax has
+    it. The paper masks tokens instead: it drops those of greatest moment until the mean over the rest is within the budget."""
     low, high = batch.constants.get(M2_CLIP_LOW, 1.0), batch.constants.get(M2_CLIP_HIGH, NO_CLIP)
     return _clipped(batch.ratio(), batch, algorithm, low, high)
 

@@ -197,9 +197,8 @@ class Backend(Generic[AnyObjective]):
             model, lr=optimizer.lr, betas=optimizer.betas, weight_decay=optimizer.weight_decay, eps=optimizer.eps,
             offload=self._offload,
         )  # fmt: skip
-        tokens = optimizer.micro_batch_tokens
         self._scales: bool = scales if beside is None else beside._scales
-        self._scale = LossScale(self.optimizer, micro_batch_tokens=tokens) if self._scales else None
+        self._scale = LossScale(self.optimizer) if self._scales else None
         self._at_rest = AtRest()
         self._groups: Groups = beside._groups if beside is not None else Groups.beside(self.mesh)
         # As they are between two forwards.
@@ -225,6 +224,9 @@ class Backend(Generic[AnyObjective]):
             self._uses[key] = use.passes + 1
         parallel.set_last(self.model, last)
         sums = self.objective.sums(self.model, rows, use)
+        if self._scale is not None and not self._scale.has_begun:
+            (of_all,) = self.sum_over_ranks([self.objective.denominator(sums.detached())])
+            self._scale.begin(of_all / self.mesh.size)
         (sums.loss if self._scale is None else sums.loss * self._scale.value).backward()
         self.objective.measure()
         self._sums = sums.detached() if self._sums is None else self._sums + sums.detached()

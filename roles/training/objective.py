@@ -182,7 +182,7 @@ class PolicyObjective:
             self._routes |= zip(use.keys, told(), strict=True)
 
     def denominator(self, total: LossSums) -> float:
-        return losses.denominator(total, self._algorithm.loss_aggregation, self._config.rollout.max_new_tokens)
+        return losses.denominator(total, self._algorithm, self._config.rollout.max_new_tokens)
 
     def figures(self) -> dict[str, float]:
         white = self._whitening
@@ -260,9 +260,8 @@ class PolicyObjective:
     def _balanced(self, sums: LossSums, loss: torch.Tensor) -> LossSums:
         """With the load-balancing loss of the micro-batch, which weighs in the update as much as its tokens or samples do."""
         config = self._config
-        counted = sums.sums["kept_fraction" if self._algorithm.loss_aggregation == "token" else "samples"].float()
-        scale = config.rollout.max_new_tokens if self._algorithm.loss_aggregation == "constant" else 1
-        weighted = config.train.router_aux_loss_coef * counted * scale * loss
+        counted = losses.counted(sums, self._algorithm, config.rollout.max_new_tokens).float()
+        weighted = config.train.router_aux_loss_coef * counted * loss
         told = {"router_aux_loss": loss.detach().double() * sums.sums["tokens"]}
         return replace(sums, loss=sums.loss + weighted, sums={**sums.sums, **told})
 

@@ -85,7 +85,7 @@ def test_a_sequence_level_loss_is_that_of_its_paper(tmp_path: Path) -> None:
         ratio = np.exp(np.mean([float(drift[at]) for at in kept]))
         wanted.append(-min(ratio * advantage, np.clip(ratio, 0.9, 1.2) * advantage))
         start += length
-    assert float(sums.loss.detach()) / denominator(sums, "sample", 1) == pytest.approx(np.mean(wanted), rel=1e-5)
+    assert float(sums.loss.detach()) / denominator(sums, algorithm, 1) == pytest.approx(np.mean(wanted), rel=1e-5)
     sums.loss.backward()
     assert log_probs.grad is not None and log_probs.grad.isfinite().all()
     assert sums.metrics()["clip_fraction"] > 0 and sums.metrics()["approx_kl"] > 0

@@ -155,12 +155,15 @@ def loss(
             if stays:
                 samples[-1].append(term)
     flat = [term for sample in samples for term in sample]
+    left = sum(map(bool, samples))
+    counted = max(trained if a.count_rejected else left, 1)
     divided = {
-        "sample": sum(sum(sample) / max(len(sample), 1) for sample in samples) / max(trained, 1),
+        "sample": sum(sum(sample) / max(len(sample), 1) for sample in samples) / counted,
         "token": sum(flat) / max(len(flat), 1),
-        "constant": sum(flat) / (max(trained, 1) * max_new_tokens),
+        "constant": sum(flat) / (counted * max_new_tokens),
     }[a.loss_aggregation]
-    return divided, {name: float(np.mean(values)) for name, values in seen.items()}
+    means = {name: float(np.mean(values)) for name, values in seen.items()}
+    return divided, means | ({"kept_samples_fraction": left / trained} if trained else {})
 
 
 def advantages(name: str, groups: Sequence[Sequence[dict[str, Any]]], kl_coef: float) -> list[np.ndarray]:

@@ -49,6 +49,9 @@ VARIANTS = {
             ("reject", "sequence", "constant"),
         )
     },
+    "tis_reject_and_count": replace(
+        GRPO, tis_low=0.7, tis_high=1.4, tis_mode="reject", tis_level="geometric", count_rejected=True
+    ),
     "unbiased": replace(GRPO, kl_coef=0.3, kl="unbiased"),
     "kl_in_the_reward": replace(GRPO, kl_coef=0.3, kl="k1", kl_in="reward"),
     "entropy": replace(GRPO, entropy_coef=0.01),
@@ -95,7 +98,7 @@ def run(algorithm: AlgorithmConfig, made: dict[str, Any]) -> tuple[LossSums, tor
 
 
 def loss_of(algorithm: AlgorithmConfig, sums: LossSums) -> float:
-    return float(sums.loss) / denominator(sums, algorithm.loss_aggregation, MAX_NEW_TOKENS)
+    return float(sums.loss) / denominator(sums, algorithm, MAX_NEW_TOKENS)
 
 
 def clipped(log_ratios: torch.Tensor, advantages: list[float], **bounds: float) -> tuple[torch.Tensor, Any]:
@@ -288,7 +291,7 @@ def test_a_sample_without_a_token_that_trains_is_in_no_count(loss_aggregation: s
     others = made | {name: made[name][first:] for name in names} | {"lengths": lengths}
     masked = made | {"mask": torch.cat([torch.zeros(first), made["mask"][first:]])}
     wanted, found = (policy_sums(algorithm, **each) for each in (others, masked))
-    assert denominator(found, algorithm.loss_aggregation, 4) == denominator(wanted, algorithm.loss_aggregation, 4)
+    assert denominator(found, algorithm, 4) == denominator(wanted, algorithm, 4)
     assert loss_of(algorithm, found) == pytest.approx(loss_of(algorithm, wanted), rel=1e-6)
     assert found.metrics() == pytest.approx(wanted.metrics(), rel=1e-6)
 
@@ -325,7 +328,7 @@ def test_the_loss_and_its_metrics_equal_the_second_implementation(name: str, see
 def test_the_gradient_equals_finite_differences(name: str) -> None:
     algorithm, made = VARIANTS[name], batch(3)
     sums, gradient = run(algorithm, made)
-    scale = denominator(sums, algorithm.loss_aggregation, MAX_NEW_TOKENS)
+    scale = denominator(sums, algorithm, MAX_NEW_TOKENS)
     for token in range(0, len(gradient), 5):
         step = 1e-4
         sides = []
@@ -350,7 +353,7 @@ def test_any_cut_into_micro_batches_gives_the_same_gradient_and_metrics(name: st
         torch.testing.assert_close(partial, wanted, rtol=1e-6, atol=1e-8)
         total = sums if total is None else total + sums
     assert total is not None
-    of = (algorithm.loss_aggregation, MAX_NEW_TOKENS)
+    of = (algorithm, MAX_NEW_TOKENS)
     assert denominator(total, *of) == denominator(whole, *of)
     assert loss_of(algorithm, total) == pytest.approx(loss_of(algorithm, whole), rel=1e-5, abs=1e-7)
     assert total.metrics() == pytest.approx(whole.metrics(), rel=1e-5, abs=1e-7)
@@ -375,8 +378,8 @@ def test_a_step_masked_whole_gives_nothing_and_is_divided_by_one() -> None:
     made = batch(0) | {"mask": torch.zeros(sum(batch(0)["lengths"]))}
     sums, gradient = run(GRPO, made)
     assert not gradient.any()
-    assert loss_of(GRPO, sums) == 0 and denominator(sums, "sample", 1) == 1
-    assert denominator(sums, "token", 1) == 1
+    assert loss_of(GRPO, sums) == 0 and denominator(sums, GRPO, 1) == 1
+    assert denominator(sums, replace(GRPO, loss_aggregation="token"), 1) == 1
 
 
 def test_an_exploding_ratio_gives_finite_gradients() -> None:

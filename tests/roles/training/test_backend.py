@@ -20,7 +20,6 @@ from rondo.models.packing import Packing
 from rondo.models.packing import Sequence as Packable
 from rondo.models.scaling import LossScale
 from rondo.roles.algorithms.losses import policy_sums
-from rondo.roles.algorithms.sums import TOKENS_OF
 from rondo.roles.config import (
     AlgorithmConfig,
     DataConfig,
@@ -88,6 +87,12 @@ def rows(seed: int, num_rows: int = 6) -> list[TrainRow]:
     return made
 
 
+FOUR = (
+    "mask", "rollout_log_probs", "advantages", "old_log_probs", "ref_log_probs", "policy_versions",
+)  # fmt: skip
+"""Columns of a response's tokens."""
+
+
 def weights(made: Backend[Any]) -> torch.Tensor:
     return torch.cat([tensor.flatten().clone() for _, tensor in made.weights()])
 
@@ -150,13 +155,28 @@ def test_a_restored_trainer_goes_on_bit_by_bit(model: str) -> None:
     assert again.checksum() == after != before
 
 
+@pytest.mark.parametrize(("loss_aggregation", "sums_over"), [("sample", 8), ("token", 32)])
+def test_the_first_loss_scale_follows_from_what_the_loss_sums_over(
+    model: str, loss_aggregation: str, sums_over: int
+) -> None:
+    """Not from the tokens of a micro-batch, where each sample's loss is a mean already: gradients would vanish."""
+    config = job(model, loss_aggregation=loss_aggregation)
+    train = config.train.model_copy(update={"dtype": "float16", "micro_batch_tokens": 1 << 16})
+    made = trainer(config.model_copy(update={"train": train}), model)
+    same = [replace(row, **{name: np.resize(getattr(row, name), 4) for name in FOUR}) for row in rows(0, 8)]
+    same = [replace(row, tokens=np.resize(row.tokens, 8)) for row in same]
+    made.accumulate(0, same, [[0, 0, 0, 8]], last=True)
+    assert made.optimizer.param_groups[0]["loss_scale"] == 2.0**13 / sums_over
+
+
 def test_the_scale_grows_after_many_finite_gradients_falls_no_further_than_it_helps_and_is_part_of_the_state(
     model: str,
 ) -> None:
     config = job(model)
     config = config.model_copy(update={"train": config.train.model_copy(update={"dtype": "float16"})})
     made = trainer(config, model)
-    scale = LossScale(made.optimizer, micro_batch_tokens=4096)
+    scale = LossScale(made.optimizer)
+    scale.begin(512)
     seen = [scale.value]
     for finite in (*[True] * 199, False, *[True] * 200):
         scale.after(finite)
@@ -313,8 +333,8 @@ def test_the_rows_of_a_sample_count_as_one_and_are_one_to_losses_of_whole_sample
     assert found.sums["samples"] == whole.sums["samples"] == 2
     assert made.objective.denominator(found) == made.objective.denominator(whole)
     made.objective._config = config.model_copy(update={"media": MediaConfig()})  # kinds are those of samples, too
-    kinds = made.objective.sums(made.model, [a, c, b], Use(0, 0, 0, [[0, 0, 0, 2], [0, 1, 0, 1]])).sums
-    assert kinds[f"{TOKENS_OF}text"] == kinds["tokens"]
+    kinds = made.objective.sums(made.model, [a, c, b], Use(0, 0, 0, [[0, 0, 0, 2], [0, 1, 0, 1]]))
+    assert kinds.counts["clip_fraction_text"] == kinds.sums["tokens"]
     if joins:  # also where the first row of a sample trains nothing, as of weights that are too old
         nothing = replace(a, mask=np.zeros_like(a.mask))
         found = made.objective.sums(made.model, [nothing, c, b], Use(0, 0, 0, [[0, 0, 0, 2], [0, 1, 0, 1]]))

@@ -47,7 +47,6 @@ def test_steps_make_the_weights_that_they_make_on_the_cpu(model: str, device: st
 def test_float16_trains_as_float32_does_on_a_scaled_loss_and_skips_what_overflows(model: str, device: str) -> None:
     exact, made = opened(model, device), opened(model, device, dtype="float16")
     group = made.optimizer.param_groups[0]
-    assert group["loss_scale"] == 2.0**16 / job(model).train.micro_batch_tokens
     told = []
     for backend in (exact, made):
         backend.accumulate(0, rows(0), [[0, 0, 0, 6]], last=True)

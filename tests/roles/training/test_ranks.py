@@ -391,8 +391,8 @@ def test_a_critic_with_adapters_and_a_head_goes_on_in_one_process_from_the_check
 
 def test_a_gradient_that_overflows_on_one_rank_is_skipped_and_halves_the_scale_on_both(two: Any) -> None:
     first, second = (found["scaled"] for found in two.ranks)
-    assert [(step["skipped"], step["loss_scale"]) for step in first] == [(1.0, 512.0), (0.0, 512.0)]
-    assert [(step["skipped"], step["loss_scale"]) for step in second] == [(1.0, 512.0), (0.0, 512.0)]
+    assert [(step["skipped"], step["loss_scale"]) for step in first] == [(1.0, 1024.0), (0.0, 1024.0)]
+    assert [(step["skipped"], step["loss_scale"]) for step in second] == [(1.0, 1024.0), (0.0, 1024.0)]
     assert 0 < first[1]["grad_norm"] == second[1]["grad_norm"] < float("inf")
 
 
