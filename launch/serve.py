@@ -115,7 +115,7 @@ def _load(options: ServeOptions, path: str) -> tuple[Any, Any, dict[str, Any]]:
     )  # torch reads it once; a thread that spins takes the callers' core
     import torch
 
-    from rondo.models.load import end_ids, load_config, load_model, load_tokenizer
+    from rondo.models.load import end_ids, load_config, load_model, load_tokenizer, num_tokens
     from rondo.models.logprobs import score_tokens
     from rondo.models.published import own_weights
     from rondo.roles.engines.embedded.embedded import slot_engine
@@ -129,7 +129,7 @@ def _load(options: ServeOptions, path: str) -> tuple[Any, Any, dict[str, Any]]:
     device = options.device or ("cuda:0" if torch.cuda.is_available() else "cpu")
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
     model = load_model(path, dtype=dtype, device=device)
-    slots = slot_engine(model, num_slots=options.num_slots, max_length=length)
+    slots = slot_engine(model, num_slots=options.num_slots, max_length=length, num_tokens=num_tokens(tokenizer))
     gc.freeze()  # what was loaded stays, and is never walked again: that would hold up all callers
     told = {"max_length": length, "stop_token_ids": end_ids(path, tokenizer), "dtype": dtype}
     own = {"weights": functools.partial(own_weights, model), "scores": functools.partial(score_tokens, model)}

@@ -120,6 +120,11 @@ def load_tokenizer(path: str, *, needs_chat_template: bool = False) -> Any:
     return tokenizer
 
 
+def num_tokens(tokenizer: Any) -> int:
+    """Return one more than the tokenizer's greatest id. A model's vocabulary may be padded beyond it."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
 def end_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
     """The tokens that end a text, in order: all that the model's generation config, its config and the tokenizer name."""
     config = load_config(path)

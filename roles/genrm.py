@@ -22,10 +22,11 @@ from typing import Any
 
 from rondo.comm.bus.bus import POLL_S
 from rondo.comm.bus.group import NEVER
-from rondo.models.load import end_ids, load_model, load_tokenizer
+from rondo.models.load import end_ids, load_model, load_tokenizer, num_tokens
 from rondo.roles.config import EndpointConfig
 from rondo.roles.config.genrm import GenrmConfig
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine, slot_engine
+from rondo.roles.engines.embedded.slots import SlotEngine
 from rondo.roles.engines.sglang.server import Launch, SGLangServer, answers, first_of
 from rondo.roles.forward import REPORT_S
 from rondo.roles.job import Job, open_job
@@ -68,8 +69,7 @@ class GenrmRole:
         """The embedded engine in this process; what it yields reports of it."""
         ctx, path = self._ctx, job.judge_paths[self.role]
         with ctx.section("load", ctx.load_s):
-            slots = await ctx.compute(self._build, job, config)
-            tokenizer = await ctx.compute(functools.partial(load_tokenizer, path, needs_chat_template=True))
+            slots, tokenizer = await ctx.compute(self._build, job, config)
         engine = EmbeddedEngine(slots, functools.partial(ctx.working, "judge"))
 
         async def report() -> None:
@@ -92,14 +92,19 @@ class GenrmRole:
         finally:
             await engine.close()
 
-    def _build(self, job: Job, config: GenrmConfig) -> Any:
+    def _build(self, job: Job, config: GenrmConfig) -> tuple[SlotEngine, Any]:
+        """Load the engine and the tokenizer."""
         assert config.model is not None
         settle(job.config)
-        model = load_model(
-            job.judge_paths[self.role], dtype=config.model.dtype, device=job.device, attn=config.model.attn
-        )
+        path = job.judge_paths[self.role]
+        tokenizer = load_tokenizer(path, needs_chat_template=True)
+        model = load_model(path, dtype=config.model.dtype, device=job.device, attn=config.model.attn)
         length = config.max_prompt_tokens + config.max_new_tokens
-        return slot_engine(model, num_slots=config.num_slots, max_length=length, fixed_shapes=job.config.deterministic)
+        slots = slot_engine(
+            model, num_slots=config.num_slots, max_length=length, fixed_shapes=job.config.deterministic,
+            num_tokens=num_tokens(tokenizer),
+        )  # fmt: skip
+        return slots, tokenizer
 
     @asynccontextmanager
     async def _server(self, job: Job, config: GenrmConfig) -> AsyncIterator[Watching]:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rondo.comm.bus.bus import POLL_S
 from rondo.comm.weights.slab import WeightSlab
-from rondo.models.load import load_model
+from rondo.models.load import load_model, load_tokenizer, num_tokens
 from rondo.models.lora import adapt
 from rondo.roles.engines.adapters import prove_adapters
 from rondo.roles.engines.dispatch.dispatcher import Dispatcher, MemberStats
@@ -232,6 +232,7 @@ class Replica:
             num_slots=num_slots,
             max_length=length,
             fixed_shapes=config.deterministic,
+            num_tokens=num_tokens(load_tokenizer(self._job.model_path)),
             lent=None if config.adapts_engines else lent,
             shares=lent is not None,
             sleeps=sleeps,

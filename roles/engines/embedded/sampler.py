@@ -54,10 +54,12 @@ def keep_top(probs_NV: torch.Tensor, top_k_N: torch.Tensor, top_p_N: torch.Tenso
     return torch.zeros_like(probs_NV).scatter_(-1, order, ranked.masked_fill(dropped, 0.0))
 
 
-def likeliest(logits_V: torch.Tensor, temperature: float, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """The most probable tokens after the temperature (0: of the plain logits): (int64 [K], float32 [K] log-probs), K up to
-    `count`."""
-    log_probs_V = (logits_V.float() / (temperature or 1.0)).log_softmax(-1)
+def likeliest(
+    logits_V: torch.Tensor, temperature: float, count: int, num_tokens: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the most probable of the first `num_tokens` tokens after the temperature (0: of the plain logits): (int64 [K],
+    float32 [K] log-probs), K up to `count`."""
+    log_probs_V = (logits_V.float() / (temperature or 1.0)).log_softmax(-1)[:num_tokens]
     values, tokens = log_probs_V.topk(min(count, log_probs_V.shape[-1]))
     return tokens.cpu().numpy(), values.cpu().numpy()
 
@@ -66,8 +68,11 @@ DRAWN = np.dtype([("temperature", np.float32), ("top_k", np.int64), ("top_p", np
 """How one sample is drawn, as in `SamplingParams`."""
 
 
-def draw(logits_NV: torch.Tensor, drawn_N: np.ndarray, uniforms_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """One token a row: (int64 [N], float32 [N] log-probs after temperature, before top-k and top-p).
+def draw(
+    logits_NV: torch.Tensor, drawn_N: np.ndarray, uniforms_N: np.ndarray, num_tokens: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one of the first `num_tokens` tokens a row: (int64 [N], float32 [N] log-probs over all of V, after temperature,
+    before top-k and top-p).
 
     Row i of the logits (any float dtype, any device) is drawn as `drawn_N[i]` says, of `DRAWN`. A row that holds a NaN gets the
     log-prob NaN; the caller checks.
@@ -80,19 +85,19 @@ def draw(logits_NV: torch.Tensor, drawn_N: np.ndarray, uniforms_N: np.ndarray) -
     if (temperature_N != 1.0).any():
         scaled = scaled / torch.from_numpy(temperature_N).to(device)[:, None]
     probs_NV = scaled.softmax(-1)
-    kept_NV = probs_NV
+    kept_NV = probs_NV[:, :num_tokens]
     filtered = np.flatnonzero((top_k_N > 0) | (top_p_N < 1.0))
     if filtered.size:
         rows = torch.from_numpy(filtered).to(device)
         top_k, top_p = (torch.from_numpy(column[filtered]).to(device) for column in (top_k_N, top_p_N))
-        kept_NV = probs_NV.index_copy(0, rows, keep_top(probs_NV[rows], top_k, top_p))
+        kept_NV = kept_NV.index_copy(0, rows, keep_top(kept_NV[rows], top_k, top_p))
     upto_NV = kept_NV.cumsum(-1)
     threshold_N1 = upto_NV[:, -1:] * torch.from_numpy(uniforms_N).to(device)[:, None]
     # `right`: the first entry strictly above the threshold, so a token of probability 0 is never drawn.
     tokens_N1 = torch.searchsorted(upto_NV, threshold_N1, right=True)
     if greedy_N.any():
         rows = torch.from_numpy(greedy_N).to(device)[:, None]
-        tokens_N1 = torch.where(rows, scaled.argmax(-1, keepdim=True), tokens_N1)
-    tokens_N1.clamp_(max=logits_NV.shape[-1] - 1)  # only rows with NaN exceed it
+        tokens_N1 = torch.where(rows, scaled[:, :num_tokens].argmax(-1, keepdim=True), tokens_N1)
+    tokens_N1.clamp_(max=kept_NV.shape[-1] - 1)  # only rows with NaN exceed it
     log_probs_N1 = probs_NV.gather(-1, tokens_N1).log_()
     return tokens_N1[:, 0].cpu().numpy(), log_probs_N1[:, 0].cpu().numpy()

@@ -128,6 +128,7 @@ class SlotEngine:
     runs beside it; it needs at least 4 slots (float32 products of 1 to 3 rows round differently). In a model with experts
     they still do, in the last bits: how many rows an expert gets is up to all sequences. `sleep` releases the forward's memory.
     `experts(slot, length)` are those of a slot's first tokens, [length, layers, top_k], in an engine that tells them.
+    Ids from `num_tokens` on are never sampled: rows of a padded vocabulary, which stand for nothing in the tokenizer.
     `loaded(version, tensors)` raises where weights that were just loaded are not there.
 
     After an exception from `step` the cache is undefined: call `clear`, which drops every request.
@@ -141,6 +142,7 @@ class SlotEngine:
         max_length: int,
         max_prefill_tokens: int = 8192,
         fixed_shapes: bool = False,
+        num_tokens: int | None = None,
         version: int = 0,
         sleep: Callable[[], None] | None = None,
         experts: Callable[[int, int], np.ndarray] | None = None,
@@ -157,6 +159,7 @@ class SlotEngine:
         self.num_slots = num_slots
         self.max_length = max_length
         self._forward = forward
+        self._num_tokens = num_tokens
         self._sleep = sleep
         self._experts, self._loaded = experts, loaded
         self.asleep = False
@@ -367,7 +370,7 @@ class SlotEngine:
         """Draws the next token of slots 0 .. N - 1 and ends those that are done."""
         num_running = len(self._running)
         slots, at = self._all_slots[:num_running], self._length[:num_running]
-        tokens, log_probs = draw(logits_NV, self._drawn[:num_running], self._uniforms[slots, at])
+        tokens, log_probs = draw(logits_NV, self._drawn[:num_running], self._uniforms[slots, at], self._num_tokens)
         broken = ~np.isfinite(log_probs)
         self._tokens[slots, at] = tokens
         self._log_probs[slots, at] = log_probs
@@ -375,7 +378,7 @@ class SlotEngine:
         for slot, running in enumerate(self._running):
             if running.top is not None:
                 params = running.request.params
-                running.top.append(likeliest(logits_NV[slot], params.temperature, params.num_top))
+                running.top.append(likeliest(logits_NV[slot], params.temperature, params.num_top, self._num_tokens))
         at += 1  # a view of the lengths
         self._counts["tokens_generated"] += num_running
         pairs = zip(self._running, tokens.tolist(), strict=True)

@@ -26,14 +26,33 @@ def splitmix(state: int) -> int:
 
 
 def draw(
-    logits: list[list[float]] | torch.Tensor, us: list[float], params: list[SamplingParams]
+    logits: list[list[float]] | torch.Tensor,
+    us: list[float],
+    params: list[SamplingParams],
+    num_tokens: int | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     drawn = np.array([(each.temperature, each.top_k, each.top_p) for each in params], DRAWN)
-    return sampler.draw(torch.as_tensor(logits), drawn, np.array(us, np.float32))
+    return sampler.draw(torch.as_tensor(logits), drawn, np.array(us, np.float32), num_tokens)
 
 
 def plain(**changes: Any) -> SamplingParams:
     return SamplingParams(max_new_tokens=1, **changes)
+
+
+@pytest.mark.parametrize(
+    "params", [{}, {"temperature": 0.0}, {"top_k": 2}, {"top_p": 0.9}, {"temperature": 2.0, "top_k": 3, "top_p": 0.5}]
+)
+def test_rows_of_a_padded_vocabulary_are_never_sampled_and_count_in_log_probs_as_the_trainer_counts_them(
+    params: dict[str, Any],
+) -> None:
+    logits = [[0.0, 1.0, 2.0, 9.0, 8.0]]
+    for u in (0.0, 0.5, 0.9, float(ALMOST_ONE)):
+        tokens, log_probs = draw(logits, [u], [plain(**params)], num_tokens=3)
+        assert tokens[0] < 3
+        exact = (torch.tensor(logits[0]) / (params.get("temperature", 1.0) or 1.0)).log_softmax(-1)
+        assert log_probs[0] == pytest.approx(float(exact[tokens[0]]), rel=1e-5)
+    ids, values = sampler.likeliest(torch.tensor(logits[0]), 1.0, 5, 3)
+    assert ids.tolist() == [2, 1, 0] and values[0] == pytest.approx(float(torch.tensor(logits[0]).log_softmax(-1)[2]))
 
 
 def test_the_reference_is_the_published_splitmix64() -> None:
