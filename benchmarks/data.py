@@ -2,13 +2,13 @@
 
     rondo bench data [--rows 10000000] [--folder FOLDER] [--quick]
 
-Files are made once in `--folder`, in shards: JSONL, and parquet in groups of 1,000, 10,000 and 1,000,000 rows; and in one file
-(`one`). Each figure is of a process of its own: the first start, which makes the indexes of JSONL, and a later one, from opening
-to the first row, with its processor time and the load before it; processor time of a row, read in the shuffled order (`w4`: by
-windows of four groups); memory that is the process's own (RssAnon), before opening, after, and after all reads. For `resume` a
-process prints each row that it takes, is killed by SIGKILL in the middle, and another goes on from its position: rows must be
-those of one that was left alone; and so for a whole `run`, all of whose processes are killed. Files lie in the page cache as they
-do. What was found lies in the folder too: what was stopped goes on. The last line is JSON.
+Files are made once in `--folder`: JSONL and parquet, in shards and in one file (`one`). Each figure is of a process of its own:
+the first start, which makes the indexes of JSONL and the Arrow files of parquet, and a later one, from opening to the first row,
+with its processor time and the load before it; processor time of a row, read in the shuffled order; memory that is the process's
+own (RssAnon), before opening, after, and after all reads. For `resume` a process prints each row that it takes, is killed by
+SIGKILL in the middle, and another goes on from its position: rows must be those of one that was left alone; and so for a whole
+`run`, all of whose processes are killed. Files lie in the page cache as they do. What was found lies in the folder too: what was
+stopped goes on. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from benchmarks.chaos_run import QUICKSTART, ChaosRun
 from benchmarks.runs import Cells, rondo, settings
 from rondo.roles.config import DataConfig
 from rondo.roles.data.cursor import Order
-from rondo.roles.data.datasets import open_dataset, windows_of
+from rondo.roles.data.datasets import open_dataset
 from rondo.roles.training.trained_samples import steps_of
 
 SEED = 7
 _SHARDS = 8
-_BLOCK = 100_000
+_BLOCK, _GROUP = 100_000, 10_000
 _READ_S = 10.0
 _WORDS = 40
 _KILLED_BEHIND = 6
@@ -96,14 +96,13 @@ def own_bytes() -> int:
     return int(found) * 1024
 
 
-def look(folder: Path, windows: int | None, seconds: float) -> dict[str, float]:
+def look(folder: Path, seconds: float) -> dict[str, float]:
     """Opens a data set in this process and reads rows for so long."""
     with contextlib.suppress(ImportError):  # what any reader of parquet loads is no part of the data
         import pyarrow.parquet  # noqa: F401
     before, begun, used = own_bytes(), time.perf_counter(), time.process_time()
-    config = DataConfig(path=str(folder), prompt="question", label="answer", shuffle_groups=windows)
-    data = open_dataset(config)
-    order = Order(len(data), SEED, windows=windows_of(config, data))
+    data = open_dataset(DataConfig(path=str(folder), prompt="question", label="answer"))
+    order = Order(len(data), SEED)
     data.row(order.locate(0).row)
     start_s, start_cpu_s, opened = time.perf_counter() - begun, time.process_time() - used, own_bytes()
     begun, used, read = time.perf_counter(), time.process_time(), 0
@@ -147,13 +146,13 @@ def taken(folder: Path, first: int, count: int, kill_at: int | None) -> list[str
     return lines
 
 
-def whole_run(data: Path, folder: Path, windows: int | None) -> dict[str, Any]:
+def whole_run(data: Path, folder: Path) -> dict[str, Any]:
     """A run that reads this data set, killed with all of its processes and resumed from its checkpoint: whether each of its steps
     trained the rows that it trains where nobody touches it."""
     shutil.rmtree(folder, ignore_errors=True)
     values = {
         "num_steps": 12, "data.rows": "null", "data.path": data.resolve(), "data.prompt": "question", "data.label": "answer",
-        "data.shuffle_groups": windows or "null", "data.held_out": 0, "evaluation": "null", "sft": "null",
+        "data.held_out": 0, "evaluation": "null", "sft": "null",
         "rollout.prompts_per_step": 8, "rollout.samples_per_prompt": 2, "rollout.max_prompt_tokens": 320,
         "rollout.max_new_tokens": 4, "rollout.num_slots": 16, "train.save_every": 4, "samples.keep": 1,
     }  # fmt: skip
@@ -175,9 +174,9 @@ def trained(run_dir: Path) -> dict[int, list[str]]:
     return {step: sorted(table.column("prompt").to_pylist()) for step, table in tables.items()}
 
 
-def elsewhere(folder: Path, windows: int | None, seconds: float) -> dict[str, Any]:
+def elsewhere(folder: Path, seconds: float) -> dict[str, Any]:
     load = os.getloadavg()[0]
-    command = [sys.executable, "-m", "benchmarks.data", "--look", str(folder), str(windows or 0), str(seconds)]
+    command = [sys.executable, "-m", "benchmarks.data", "--look", str(folder), str(seconds)]
     found: dict[str, Any] = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)
     return {name: round(value, 4) for name, value in (found | {"load": load}).items()}
 
@@ -188,12 +187,12 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/bench_data"))
     parser.add_argument("--seconds", type=float, default=_READ_S, help="of reading, each")
     parser.add_argument("--quick", action="store_true", help="100,000 rows and a second of reading")
-    parser.add_argument("--look", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--look", nargs=2, help=argparse.SUPPRESS)
     parser.add_argument("--take", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.look:
-        folder, windows, seconds = options.look
-        print(json.dumps(look(Path(folder), int(windows) or None, float(seconds))))
+        folder, seconds = options.look
+        print(json.dumps(look(Path(folder), float(seconds))))
         return
     if options.take:
         folder, first, count = options.take
@@ -209,29 +208,27 @@ def main() -> None:
 
     def first_start(folder: Path) -> dict[str, Any]:
         shutil.rmtree(cache, ignore_errors=True)
-        return elsewhere(folder, None, seconds)
+        return elsewhere(folder, seconds)
 
     figures: dict[str, Any] = {"rows": num_rows}
     make(jsonl, num_rows, None)
     figures["jsonl_first"] = found("jsonl_first", first_start, jsonl)
-    figures["jsonl"] = found("jsonl", elsewhere, jsonl, None, seconds)
+    figures["jsonl"] = found("jsonl", elsewhere, jsonl, seconds)
     figures["index_bytes"] = sum(path.stat().st_size for path in cache.rglob("*.index"))
     figures["jsonl_bytes"] = sum(path.stat().st_size for path in jsonl.iterdir())
     joined(jsonl, top / "jsonl_one")
     figures["jsonl_one_first"] = found("jsonl_one_first", first_start, top / "jsonl_one")
-    figures["jsonl_one"] = found("jsonl_one", elsewhere, top / "jsonl_one", None, seconds)
-    make(top / "parquet_one", num_rows, 1_000, shards=1)
-    windows = None if options.quick else 4
-    figures["parquet_one"] = found("parquet_one", elsewhere, top / "parquet_one", windows, seconds)
-    figures["resume_exact"] = {"jsonl": found("jsonl resumes", resumes, jsonl)}
-    for group in (10_000, 1_000, 1_000_000):
-        name, windows = f"parquet_{group}", 4 if group < 1_000_000 else 2
-        make(top / name, num_rows, group)
-        figures[name] = found(name, elsewhere, top / name, None, seconds)
-        if not options.quick:  # so few rows are held in memory, where there are no windows
-            figures[f"{name}_w{windows}"] = found(f"{name}_w{windows}", elsewhere, top / name, windows, seconds)
-    figures["resume_exact"]["parquet"] = found("parquet resumes", resumes, top / "parquet_1000")
-    figures["run"] = found("run", whole_run, top / "parquet_10000", top / "runs", None if options.quick else 4)
+    figures["jsonl_one"] = found("jsonl_one", elsewhere, top / "jsonl_one", seconds)
+    for name, shards in (("parquet", _SHARDS), ("parquet_one", 1)):
+        make(top / name, num_rows, _GROUP, shards)
+        figures[f"{name}_first"] = found(f"{name}_first", first_start, top / name)
+        figures[name] = found(name, elsewhere, top / name, seconds)
+    figures["arrow_bytes"] = sum(path.stat().st_size for path in cache.rglob("*.arrow"))
+    figures["resume_exact"] = {
+        "jsonl": found("jsonl resumes", resumes, jsonl),
+        "parquet": found("parquet resumes", resumes, top / "parquet"),
+    }
+    figures["run"] = found("run", whole_run, top / "parquet", top / "runs")
     for name, each in figures.items():
         print(f"{name:22} {each}", flush=True)
     print(json.dumps(figures))

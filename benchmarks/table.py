@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import re
 import statistics
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -501,24 +500,19 @@ def data(f: Figures) -> Iterator[Row]:
         used = f" ({of['start_cpu_s']:.1f} s of processors at load {of['load']:.1f})" if of["start_cpu_s"] > 1 else ""
         return f"{of['start_s']:.2f} s{used}, {of['ms_a_row']:.2f} ms, {held} MB"
 
-    parquet = sorted(
-        (name for name in f if re.match(r"parquet_\d", name)),
-        key=lambda name: [int(n) for n in re.findall(r"\d+", name)],
-    )
     yield (
         f"{f['rows'] / 1e6:,.0f} million rows in JSONL ({f['jsonl_bytes'] / 1e9:.1f} GB), all shuffled, for the first time, "
         "which makes the index, and later: seconds to the first row; processor time of a row; memory of opening and of reading",
         f"{told('jsonl_first')}; {told('jsonl')}; of one file {told('jsonl_one_first')}; {told('jsonl_one')}",
     )
     yield (
-        "the same in parquet, by rows of a group; `w`: groups that are shuffled at a time",
-        "; ".join(f"{name.removeprefix('parquet_').replace('_', ' ')}: {told(name)}" for name in parquet)
-        + f"; one file, 1000 w4: {told('parquet_one')}",
+        f"the same in parquet, for the first time, which makes an Arrow file of it ({f['arrow_bytes'] / 1e9:.1f} GB), and later",
+        f"{told('parquet_first')}; {told('parquet')}; of one file {told('parquet_one_first')}; {told('parquet_one')}",
     )
     run, both = f["run"], f["resume_exact"]
     yield (
         f"a reader that is killed and goes on ({', '.join(both)}); a run killed behind step {run['killed_behind_step']} with "
-        f"all of its processes and resumed, over parquet by windows: rows of {run['steps']} steps that it trains otherwise",
+        f"all of its processes and resumed, over parquet: rows of {run['steps']} steps that it trains otherwise",
         f"{'the same rows' if all(both.values()) else 'other rows'}; {'none' if run['equal'] else 'some'} of {run['rows']}",
     )
 

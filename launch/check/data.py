@@ -36,6 +36,7 @@ from rondo.roles.data.prompts import TooLong, render_prompt, without_media_secti
 from rondo.roles.data.questions import answered_sets
 from rondo.roles.data.row_filters import Filtered
 from rondo.roles.data.sources import MADE
+from rondo.roles.data.unusable import UnusableRows
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.processes.guard import guarded
 from rondo.runtime.section import settings_at
@@ -240,7 +241,7 @@ class _Seen:
     made: list[_Made] = field(default_factory=list)
     usable: list[Row] = field(default_factory=list)
     too_long: list[TooLong] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
+    broken: UnusableRows = field(default_factory=UnusableRows)
     filtered: Counter[str] = field(default_factory=Counter)
     num_rows: int = 0
     num_media: int = 0
@@ -270,7 +271,7 @@ def _see(part: _Part) -> _Seen:
         except Filtered as error:
             seen.filtered[error.reason] += 1
         except RowError as error:
-            seen.broken.append(settings_at(part.name, str(error), "data"))
+            seen.broken.add(settings_at(part.name, str(error), "data"))
         seen.num_rows += 1
     return seen
 
@@ -287,16 +288,21 @@ def _look_at_part(part: _Part, report: Report) -> list[Row]:
     seen, name = _see(part), part.name
     looked_at = f"{seen.num_rows} rows that were looked at"
     reasons = ", ".join(f"{count} x {why}" for why, count in seen.filtered.most_common(_NUM_REASONS))
-    left_out = [*seen.broken, *map(str, seen.too_long[:1]), f"{name}.filter says {reasons}"]
+    left_out = [*filter(None, [seen.broken.first]), *map(str, seen.too_long[:1]), f"{name}.filter says {reasons}"]
     num_left_out = len(seen.broken) + seen.filtered.total()
     num_left_out += len(seen.too_long) if part.settings.too_long == "drop" else 0
     if num_left_out == seen.num_rows:
         raise RowError(f"{name}: no row can be used of {looked_at}; the first: {left_out[0]}")
-    if seen.broken:
+    setting = f"{name if name.endswith('data') else 'data'}.max_bad_rows"
+    if refusal := seen.broken.refusal(
+        name, setting, part.settings.max_bad_rows, seen.num_rows, "rows that were looked at"
+    ):
+        report.add("error", refusal)
+    elif seen.broken:
         report.add(
             "note",
             f"{name}: {len(seen.broken)} of {looked_at} cannot be used, and a run leaves such rows out; the first: "
-            f"{seen.broken[0]}",
+            f"{seen.broken.first}",
         )
     if seen.filtered:
         report.add("note", f"{name}: {seen.filtered.total()} of {looked_at} are left out by {name}.filter: {reasons}")

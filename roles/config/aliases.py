@@ -20,6 +20,7 @@ ALIASES: Mapping[str, str] = {
     "groups": "role_groups",
     "normalizer": "algorithm.loss_aggregation",
     "optimizer_steps_per_batch": "train.num_mini_batches",
+    "shuffle_groups": "data.shuffle; It shuffles rows one by one, of parquet too",
     # Models and tokenizers.
     "model_name_or_path": "model.path",
     "model_name": "model.path",

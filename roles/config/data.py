@@ -122,9 +122,9 @@ class DataConfig(Section):
     """Settings that say how a prompt is written, wherever it comes from."""
 
     path: str | None = None
-    """A .jsonl or .parquet file, a folder or glob of them, a .json or .csv file, a data set of the hub ('hub:name/split') or of
-    reasoning-gym ('gym:name'), or a game of TextArena ('textarena:name'). With '@[a:b]' behind it only rows a to b, as Python
-    slices."""
+    """A .jsonl, .json, .csv, .parquet or .arrow file, also a compressed one ('train.jsonl.gz'), a glob or folder of such files, a
+    folder of datasets' save_to_disk, a data set of the hub ('hub:name/split') or of reasoning-gym ('gym:name'), or a game of
+    TextArena ('textarena:name'). With '@[a:b]' behind it only rows a to b, as Python slices."""
     args: dict[str, Any] = Field(default_factory=dict)
     """What a data set of reasoning-gym is made with: fields of its configuration, `size` (10,000) and `seed` (0) among them, and
     the `level` of its curriculum; of a game `size` and `seed` alone (docs/environments.md)."""
@@ -171,11 +171,11 @@ class DataConfig(Section):
     too_long: Literal["drop", "error", "truncate"] = "drop"
     """What becomes of a row whose tokens are beyond the limit: it is left out, it ends the run, or the beginning of its prompt is
     cut off. A prompt with media is never cut, but left out."""
+    max_bad_rows: float = Field(0.01, ge=0, le=1)
+    """At most this share of the rows may be unusable: not readable, without a column that is named here, or with a value of
+    another kind. They are left out. With more the run is refused."""
     shuffle: bool = True
     """Rows are taken in an order drawn anew for each pass; without, as they lie."""
-    shuffle_groups: int | None = Field(None, ge=1)
-    """Of parquet too large for memory: so many groups of rows at a time are shuffled among each other, so that each is decoded
-    once a pass. None shuffles all rows, and decodes a group for each."""
     balance: Literal["natural"] | dict[RowKind, Share] | None = None
     """So mixes rows of text, image, audio, video, and of several of these ("mixed"), that every step holds them in these shares,
     or in those of the data ("natural"). Where a kind has no more rows in a pass, the others fill its places."""
@@ -214,18 +214,6 @@ class DataConfig(Section):
                 "data.apply_chat_template must be True with data.media_columns, whose places in the prompt the template of the "
                 f"model makes, got False with {', '.join(self.media_columns)}. Set it to True"
             )
-        if self.shuffle_groups is not None:
-            unweighed = self.sources and not any(source.weight for source in self.sources.values())
-            for setting, is_other in (
-                ("shuffle=False", not self.shuffle),
-                ("balance", self.balance is not None),
-                ("sources without weights", unweighed),
-            ):
-                if is_other:
-                    yield (
-                        f"data.shuffle_groups must be None with data.{setting}, which has an order of its own, got "
-                        f"{self.shuffle_groups}. Remove one"
-                    )
         if self.limit is not None and self.held_out >= self.limit:
             yield (
                 f"data.held_out must leave rows to train on, got {self.held_out} of data.limit {self.limit}. "

@@ -153,7 +153,7 @@ class SupervisedConfig(OptimizerConfig):
         if self.data is not None:
             return self.data
         same = {name: getattr(prompts, name) for name in DataConfig.OF_PROMPTS}
-        return DataConfig(rows=self.rows, **self.columns, **same)
+        return DataConfig(rows=self.rows, max_bad_rows=prompts.max_bad_rows, **self.columns, **same)
 
 
 class SftConfig(SupervisedConfig):

@@ -1,6 +1,6 @@
 """Cursor: from a position in the run to a row of the data, shuffled anew in every pass, without keeping the order.
 
-Owns the order of rows, kinds, sources and groups of rows where that is asked for, and the seeded split. Does not own rows
+Owns the order of rows, of kinds and sources of rows where that is asked for, and the seeded split. Does not own rows
 (`datasets.py`) or who advances (the coordinator counts positions). Positions grow through all passes, so neither the end of a
 pass nor a step longer than the data is special.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -112,33 +112,9 @@ class Mixture:
         return name, stretch * self._counts[name] + number
 
 
-class Windows:
-    """Rows that lie in groups, each of which is read at once. A pass takes the groups in a seeded order, `size` of them at a
-    time: their rows in a seeded order, and then those of the next. `firsts`: first rows of the groups, and the end."""
-
-    def __init__(self, firsts: Sequence[int], size: int) -> None:
-        self._firsts, self._size = np.asarray(firsts, np.int64), size
-        self._of_pass = functools.lru_cache(maxsize=8)(self._groups_of_pass)
-
-    def at(self, number: int, *key: int | str) -> int:
-        """The row that is taken as number `number`, from 0, of the pass that `key` names."""
-        groups, begins = self._of_pass(*key)
-        window = (int(np.searchsorted(begins, number, side="right")) - 1) // self._size
-        first, end = begins[window * self._size], begins[min((window + 1) * self._size, len(groups))]
-        taken = int(first) + _shuffle(int(end - first), "window", window, *key)(number - int(first))
-        at = int(np.searchsorted(begins, taken, side="right")) - 1
-        return int(self._firsts[groups[at]]) + taken - int(begins[at])
-
-    def _groups_of_pass(self, *key: int | str) -> tuple[np.ndarray, np.ndarray]:
-        """(groups in their order, how many rows come before each, and in all)."""
-        draw = Permutation(len(self._firsts) - 1, "groups", *key)
-        groups = np.array([draw(number) for number in range(draw.size)], np.int64)
-        return groups, np.concatenate([[0], np.cumsum(np.diff(self._firsts)[groups])])
-
-
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order of all rows in all passes. `num_passes` None is endless; `windows` by source, "" without any."""
+    """The order of all rows in all passes. `num_passes` None is endless."""
 
     num_rows: int
     seed: int
@@ -146,7 +122,6 @@ class Order:
     num_passes: int | None = None
     balance: Balance | None = None
     mixture: Mixture | None = None
-    windows: Mapping[str, Windows] = field(default_factory=dict)
 
     @property
     def num_positions(self) -> int | None:
@@ -183,8 +158,6 @@ class Order:
     def _shuffled(self, size: int, index: int, *key: int | str) -> int:
         if not self.shuffle:
             return index
-        if (windows := self.windows.get(str(key[1]) if len(key) > 1 else "")) is not None:
-            return windows.at(index, "pass", self.seed, *key)
         return _shuffle(size, "pass", self.seed, *key)(index)
 
 

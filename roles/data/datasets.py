@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rondo.models.media.refs import MediaRef
-from rondo.roles.data.cursor import Balance, Mixture, Order, Windows, held_out_rows
+from rondo.roles.data.cursor import Balance, Mixture, Order, held_out_rows
 from rondo.roles.data.fingerprints import Fingerprint, Fingerprints, digest_of
 from rondo.roles.data.media_rows import with_media
 from rondo.roles.data.messages import read_messages, read_tools
@@ -104,7 +104,7 @@ class Dataset:
         """That row's prompt alone, its media neither read nor taken out of it. RowError as `row`."""
 
         def made(at: int) -> str | list[dict[str, Any]]:
-            prompt = self._source.read(at, late=False).get(self._config.prompt)
+            prompt = self._source.read(at).get(self._config.prompt)
             return prompt if isinstance(prompt, str) else read_messages(self._source.name_of(at), prompt, self._config)
 
         return self._read(index, made)
@@ -126,14 +126,6 @@ class Dataset:
     def fingerprint(self) -> Fingerprint:
         """Of all rows of the source up to the end of this one's; meant for the whole, before it is split."""
         return Fingerprint(len(self), self._source.digest(len(self)))
-
-    def groups(self) -> list[int] | None:
-        """Where in this data set the groups of rows begin that are read at once, and its end; None where each is read alone."""
-        if self._source.groups is None:
-            return None
-        return sorted(
-            {bisect.bisect_left(self._indices, first) for first in self._source.groups.tolist()} | {len(self)}
-        )
 
     def split(self, num_held_out: int, seed: int) -> tuple[Dataset, Dataset]:
         """(kept, held out): disjoint, together everything, the same for the same seed; what is kept stays in order."""
@@ -189,15 +181,6 @@ class MixedDataset(Dataset):
         every = [part.fingerprint() for part in self._parts.values()]
         return Fingerprint(len(self), digest_of(lambda at: str(every[at]), range(len(every))))
 
-    def groups_of(self) -> dict[str, list[int] | None]:
-        """Source -> `groups` of its rows among these, counted from the first of them."""
-        found: dict[str, list[int] | None] = {}
-        for (name, mine), first, part in zip(self.rows_of().items(), self._firsts, self._parts.values(), strict=False):
-            groups = part.groups()
-            begins = {bisect.bisect_left(self._indices, first + each) - mine.start for each in groups or ()}
-            found[name] = None if groups is None else sorted(begins)
-        return found
-
     def rows_of(self) -> dict[str, range]:
         """Source -> which rows of these are of it. Rows that were held out are drawn: those are in no order of sources."""
         ends = [bisect.bisect_left(self._indices, first) for first in self._firsts]
@@ -234,7 +217,8 @@ def row_of(values: Mapping[str, Any], config: DataConfig, name: str) -> Row:
     prompt = values[config.prompt]
     if not isinstance(prompt, str):
         prompt = read_messages(name, prompt, config)
-    metadata = (values[config.metadata] if config.metadata is not None else None) or {}
+    metadata = None if config.metadata is None else values[config.metadata]
+    metadata = {} if metadata is None else metadata
     if not isinstance(metadata, dict):
         raise RowError(
             f"{name}: {config.metadata!r} must be an object or null, got {type(metadata).__name__}. "
@@ -412,20 +396,7 @@ def order_of(config: DataConfig, rows: Rows, seed: int, num_passes: int | None) 
                 "data.held_out, or remove the source"
             )
         mixture = Mixture(of, {name: weight or 0.0 for name, weight in weights.items()})
-    return Order(len(rows), seed, config.shuffle, num_passes, balance, mixture, windows_of(config, rows))
-
-
-def windows_of(config: DataConfig, rows: Rows) -> dict[str, Windows]:
-    """What an order takes its rows by. ConfigError where no rows lie in groups that are read at once."""
-    if config.shuffle_groups is None or not isinstance(rows, Dataset):
-        return {}
-    groups = rows.groups_of() if isinstance(rows, MixedDataset) else {"": rows.groups()}
-    if not any(groups.values()):
-        raise ConfigError(
-            "data.shuffle_groups must come with parquet that is too large to be held in memory, got rows that are read one by "
-            "one, of which all are shuffled. Remove it"
-        )
-    return {name: Windows(each, config.shuffle_groups) for name, each in groups.items() if each is not None}
+    return Order(len(rows), seed, config.shuffle, num_passes, balance, mixture)
 
 
 def _kind_of(rows: Rows, at: int, shares: Mapping[str, float] | None) -> str:

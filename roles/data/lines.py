@@ -6,28 +6,26 @@ whole. Does not own what a line says (`sources.py`).
     lines = Lines(file)
     len(lines), lines.span(2)  ->  10000000, (511, 760)          first byte and end of the third line that is not blank
 
-An index takes 8 bytes a line, in `$XDG_CACHE_HOME/rondo/lines` (`~/.cache`), under the file's path, size and times: 80 MB for ten
-million lines, and no memory. Files below a megabyte are scanned each time. Where no index can be written it stays in memory.
+An index takes 8 bytes a line, in the cache of derived files (`files.py`): 80 MB for ten million lines, and no memory. Files below
+a megabyte are scanned each time. Where no index can be written it stays in memory.
 
 Invariant: lines are those of the file when it was opened; an index of another state of the file is never read.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import logging
 import os
-import tempfile
 import threading
-import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 import numpy as np
+
+from rondo.roles.data.files import File, derived
 
 log = logging.getLogger(__name__)
 
@@ -37,8 +35,6 @@ _MOST_THREADS = 4
 _LINE_BYTES = 1 << 12
 """At once, of a line that may be blank."""
 _KEPT_FROM_BYTES = 1 << 20
-_LEFT_S = 3600.0
-"""Nobody writes an index for so long."""
 _SPACE = np.isin(np.arange(256), list(b"\n\r\t\v\f ")).astype(bool)
 """Whether a line that begins with this byte may be blank."""
 _MAGIC = 0x1_0A_72_6F_6E_64_6F
@@ -46,60 +42,17 @@ _MAGIC = 0x1_0A_72_6F_6E_64_6F
 _HEADER_WORDS = 3
 
 
-class File:
-    """A file as it was when this was made. Threads may read it beside each other."""
-
-    def __init__(self, path: Path, *, keep: bool) -> None:
-        self.path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC) if keep else None
-        self.accept()
-        if self._fd is not None:
-            weakref.finalize(self, os.close, self._fd)
-
-    def accept(self) -> None:
-        """From now on it is the same as long as it stays as it is."""
-        self._state = self._look()
-
-    @property
-    def num_bytes(self) -> int:
-        """When it was last accepted."""
-        return self._state[1]
-
-    def read(self, start: int, end: int) -> tuple[bytes, bool]:
-        """(bytes, whether nobody has written to the file). OSError for a file that was closed in between and is gone."""
-        fd = self._fd if self._fd is not None else os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            text = os.pread(fd, end - start, start)
-        finally:
-            if self._fd is None:
-                os.close(fd)
-        return text, self.is_same()
-
-    def is_same(self) -> bool:
-        """Whether nobody has written to it. OSError as `read`."""
-        return self._look() == self._state
-
-    def current_path(self) -> Path:
-        """Where this very file can be opened, also when another one has its name by now."""
-        return self.path if self._fd is None else Path(f"/proc/self/fd/{self._fd}")
-
-    def _look(self) -> tuple[int, int, int]:
-        found = self.path.stat() if self._fd is None else os.fstat(self._fd)
-        return found.st_ino, found.st_size, found.st_mtime_ns
-
-
 class Lines:
     """The lines of a file that are not blank, by number. `keep`: whether a descriptor of its index may stay open."""
 
     def __init__(self, file: File, *, keep: bool) -> None:
-        kept = _index_of(file) if file.num_bytes >= _KEPT_FROM_BYTES else None
-        if kept is not None and not _is_index(kept):
+        kept = None
+        if file.num_bytes >= _KEPT_FROM_BYTES:
             try:
-                _write(kept, file)
+                kept = derived(file, ".index", lambda out: _write(out, file), _is_index)
             except OSError as error:
-                log.warning("where the lines of %s begin stays in memory, since %s cannot be written: %s",
-                            file.path, kept, error.strerror)  # fmt: skip
-                kept = None
+                log.warning("where the lines of %s begin stays in memory, since no index can be written: %s",
+                            file.path, error)  # fmt: skip
         if kept is not None:
             index = File(kept, keep=keep)
             _, num_starts, num_blank = np.frombuffer(index.read(0, 8 * _HEADER_WORDS)[0], np.int64).tolist()
@@ -192,35 +145,17 @@ def _scanned(file: File) -> tuple[np.ndarray, np.ndarray]:
     return every, np.searchsorted(every, np.concatenate(blank))
 
 
-def _write(to: Path, file: File) -> None:
-    """Beside its place first, so that whoever else starts at this time reads a whole one or makes its own."""
-    to.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with tempfile.NamedTemporaryFile(dir=to.parent, prefix=to.name, delete=False) as out:
-        try:
-            num_starts, blank = 0, [np.zeros(0, np.int64)]
-            out.write(bytes(8 * _HEADER_WORDS))
-            for starts, empty in _scan(file):
-                out.write(starts.tobytes())
-                if len(empty):
-                    blank.append(num_starts + np.searchsorted(starts, empty))
-                num_starts += len(starts)
-            out.write(np.concatenate(blank).astype(np.int64).tobytes())
-            out.seek(0)
-            out.write(np.array([_MAGIC, num_starts, sum(map(len, blank))], np.int64).tobytes())
-            out.close()
-            if file.is_same():
-                Path(out.name).replace(to)
-            else:
-                raise OSError(0, "the file is being written to")
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                Path(out.name).unlink()
-            raise
-    for other in to.parent.glob(f"{to.name.partition('-')[0]}-*"):
-        with contextlib.suppress(FileNotFoundError):
-            # Of what the file was before, or of somebody who was killed while writing.
-            if other != to and (other.suffix == to.suffix or time.time() - other.stat().st_mtime > _LEFT_S):
-                other.unlink()
+def _write(out: IO[bytes], file: File) -> None:
+    num_starts, blank = 0, [np.zeros(0, np.int64)]
+    out.write(bytes(8 * _HEADER_WORDS))
+    for starts, empty in _scan(file):
+        out.write(starts.tobytes())
+        if len(empty):
+            blank.append(num_starts + np.searchsorted(starts, empty))
+        num_starts += len(starts)
+    out.write(np.concatenate(blank).astype(np.int64).tobytes())
+    out.seek(0)
+    out.write(np.array([_MAGIC, num_starts, sum(map(len, blank))], np.int64).tobytes())
 
 
 def _is_index(path: Path) -> bool:
@@ -231,15 +166,3 @@ def _is_index(path: Path) -> bool:
         return words[:1] == [_MAGIC] and path.stat().st_size == 8 * (_HEADER_WORDS + sum(words[1:]))
     except (OSError, ValueError):
         return False
-
-
-def _index_of(file: File) -> Path | None:
-    """Where the index of the file as it is now lies; None without a home."""
-    try:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:
-        return None
-    found = file.current_path().stat()
-    state = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
-    names = (hashlib.blake2b(str(each).encode(), digest_size=12).hexdigest() for each in (file.path.resolve(), state))
-    return cache / "rondo" / "lines" / ("-".join(names) + ".index")

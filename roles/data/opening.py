@@ -16,27 +16,33 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from rondo.roles.data.fingerprints import digest_of, sampled
 from rondo.roles.data.sources import (
     INSTALL,
     MADE,
     MOST_MADE,
+    MOST_OPEN,
     MOST_SAMPLED,
+    PACKED,
+    Joined,
     JsonLines,
     Listed,
-    Parquet,
     RowError,
     Source,
-    whole_file,
+    Table,
+    csv_file,
+    json_file,
+    table_files,
+    unpacked,
 )
+from rondo.roles.data.unusable import UnusableRows
 from rondo.runtime.errors import Fatal
 from rondo.runtime.reference import load_reference
 
 if TYPE_CHECKING:
     from rondo.roles.config import DataConfig
 
+_KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")
 _MOST_DRAWN = 16
 """Rows of packages that a digest looks at: some take half a second to make."""
 
@@ -44,23 +50,25 @@ _MOST_DRAWN = 16
 def open_source(config: DataConfig) -> Source:
     """The rows of `config.path` or `config.rows`, as `config.transform` leaves them. Fatal for what cannot be opened.
 
-    A row that cannot be read does not reach the transform; RowError where none can."""
+    A row that cannot be read does not reach the transform."""
     source = _open(config)
     if config.transform is None:
         return source
-    left_out: list[str] = []
+    left_out, unusable = list[str](), UnusableRows()
 
     def readable() -> Iterator[Mapping[str, Any]]:
         for index in range(len(source)):
             try:
-                yield source.read(index)
+                yield dict(source.read(index))
             except RowError as error:
                 left_out.append(str(error))
+                unusable.add(str(error))
 
     transform = load_reference(config.transform, "data.transform")
     listed = _listed(transform(readable()), config.transform, "data.transform")
-    if left_out and len(left_out) == len(source):
-        raise RowError(left_out[0])
+    name = "data.path" if config.path is not None else "data.rows"
+    if refusal := unusable.refusal(name, "data.max_bad_rows", config.max_bad_rows, len(source)):
+        raise Fatal(refusal)
     listed.left_out = left_out
     return listed
 
@@ -109,22 +117,38 @@ def _open_path(path: str, config: DataConfig) -> Source:
 
         return Listed(GameRows(path.removeprefix("textarena:"), config.args), path, _MOST_DRAWN)
     if path.startswith("hub:"):
-        return _open_hub(path, decode=not config.media_columns)
-    paths = _files(path)
-    kinds = sorted({path.suffix for path in paths})
-    if kinds == [".jsonl"]:
-        return JsonLines(paths)
-    if kinds == [".parquet"]:
-        return Parquet(
-            paths, {} if config.transform is not None else named_columns(config), config.media_columns.values()
+        return _open_hub(path)
+    if (Path(path) / "dataset_dict.json").is_file():
+        raise Fatal(
+            f"data.path must name one split of what save_to_disk wrote, got {path}. Add its name, as in {path}/train"
         )
-    if len(paths) == 1 and kinds[0] in (".json", ".csv"):
-        return whole_file(paths[0])
-    raise Fatal(
-        "data.path must name one .json or .csv file, or .jsonl or .parquet files, one kind at a time, got "
-        f"{' and '.join(kinds)} in {path}. Name them with a glob such as 'data/*.jsonl', convert them, or read them with a "
-        "function in data.rows"
-    )
+    if (Path(path) / "state.json").is_file():
+        return Table(_datasets(path).load_from_disk(path).with_format("arrow")[:], Path(path).name)
+    return _open_files(path)
+
+
+def _open_files(path: str) -> Source:
+    paths = _files(path)
+    kinds = sorted({_kind(path) for path in paths})
+    if len(kinds) > 1 or kinds[0] not in _KINDS:
+        raise Fatal(
+            f"data.path must name {', '.join(_KINDS[:-1])} or {_KINDS[-1]} files, one kind at a time, got {' and '.join(kinds)} "
+            f"in {path}. Name them with a glob such as 'data/*.jsonl', convert them, or read them with a function in data.rows"
+        )
+    files = [(unpacked(path) if path.suffix in PACKED else path, path.name) for path in paths]
+    parts: list[Any]
+    if kinds[0] == ".jsonl":
+        parts = [JsonLines(path, name, keep=number < MOST_OPEN) for number, (path, name) in enumerate(files)]
+    elif kinds[0] in (".json", ".csv"):
+        parts = [(json_file if kinds[0] == ".json" else csv_file)(path, name) for path, name in files]
+    else:
+        parts = table_files([path for path, _ in files])
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def _kind(path: Path) -> str:
+    """The ending of a file's name, without that of its compression."""
+    return (path.with_suffix("") if path.suffix in PACKED else path).suffix
 
 
 class Sliced:
@@ -133,48 +157,37 @@ class Sliced:
     def __init__(self, source: Source, part: slice) -> None:
         self.left_out = source.left_out
         self._source, self._rows = source, range(len(source))[part]
-        firsts = source.groups
-        self.groups = None if firsts is None else np.unique(np.clip(firsts - self._rows.start, 0, len(self._rows)))
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def digest(self, num_rows: int) -> str:
-        return digest_of(lambda index: self._source.read(self._rows[index]), sampled(num_rows, MOST_SAMPLED))
+    def digest(self, num_rows: int, num_sampled: int = MOST_SAMPLED) -> str:
+        return digest_of(lambda index: self._source.read(self._rows[index]), sampled(num_rows, num_sampled))
 
-    def read(self, index: int, *, late: bool = True) -> Mapping[str, Any]:
-        return self._source.read(self._rows[index], late=late)
+    def read(self, index: int) -> Mapping[str, Any]:
+        return self._source.read(self._rows[index])
 
     def name_of(self, index: int) -> str:
         return self._source.name_of(self._rows[index])
 
 
-class _Undecoded(Sequence[Any]):
-    """Rows of a data set of the hub as they are stored: images and sounds are bytes and path, not yet decoded."""
-
-    def __init__(self, rows: Any) -> None:
-        self._rows = rows.with_format("arrow")
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._rows[index].to_pylist()[0]
-
-
-def _open_hub(path: str, *, decode: bool) -> Source:
+def _open_hub(path: str) -> Source:
     name, _, split = path.removeprefix("hub:").rpartition("/")
     if not name or not split:
         raise Fatal(
             f"data.path must look like 'hub:name/split' or 'hub:name@subset/split', got {path!r}. Add the split"
         )
+    name, _, subset = name.partition("@")
+    rows = _datasets(path).load_dataset(name, subset or None, split=split)
+    return Table(rows.with_format("arrow")[:], path)  # media as they are stored, not decoded
+
+
+def _datasets(path: str) -> Any:
     try:
         import datasets
     except ImportError as error:
         raise Fatal(f"data.path must be a file without the datasets library, got {path!r}. {INSTALL}") from error
-    name, _, subset = name.partition("@")
-    rows = datasets.load_dataset(name, subset or None, split=split)
-    return Listed(rows if decode else _Undecoded(rows), path, MOST_SAMPLED)
+    return datasets
 
 
 def folder_of(config: DataConfig) -> Path | None:
@@ -192,7 +205,7 @@ def _files(path: str) -> list[Path]:
     if Path(path).is_file():
         return [Path(path)]
     if Path(path).is_dir():
-        found = [file for file in Path(path).iterdir() if file.suffix in (".jsonl", ".parquet")]
+        found = [file for file in Path(path).iterdir() if _kind(file) in (".jsonl", ".parquet")]
     else:
         # Path.glob takes no absolute patterns.
         found = [Path(name) for name in glob(path, recursive=True) if Path(name).is_file()]  # noqa: PTH207

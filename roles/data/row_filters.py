@@ -6,7 +6,8 @@ coordinator of a run, `rondo check`).
     def long_enough(row):           # data.filter: the row as it lies, {"question": ..., "answer": ..., "level": 3}
         return True if len(row["question"]) > 20 else "too short"
 
-False leaves a row out under the filter's name, text under that text. A filter says the same of a row whenever it is asked.
+False leaves a row out under the filter's name, text under that text. A filter says the same of a row whenever it is asked. A row
+of which it raises is unusable, as one that cannot be read.
 """
 
 from __future__ import annotations
@@ -31,13 +32,15 @@ class Filtered(RowError):
 
 
 def refuse_filtered(keeps: Callable[[dict[str, Any]], Any], values: Mapping[str, Any], name: str) -> None:
-    """Filtered where the filter leaves the row of these values out; where it raises, that is the reason. RowError for a filter
-    that returns anything else."""
+    """Raise Filtered if the filter leaves the row of these values out. RowError if it raises, or returns anything else."""
     function = getattr(keeps, "__name__", "the filter")
     try:
         found = keeps(dict(values))
-    except Exception as error:  # noqa: BLE001  # the user's function, of a row that it did not expect
-        found = f"{function} raised {type(error).__name__}: {error}"
+    except Exception as error:  # the user's function, of a row that it did not expect
+        raise RowError(
+            f"{name}: data.filter must answer for every row, got {type(error).__name__}: {error} from {function}. Correct it, or "
+            "the row"
+        ) from error
     if isinstance(found, str) and found.strip():
         raise Filtered(name, " ".join(found.split())[:MOST_CHARACTERS])
     if not isinstance(found, bool | np.bool_):

@@ -1,42 +1,48 @@
-"""Sources: rows as dicts, by index, wherever they lie: JSONL, parquet, JSON, CSV, the Hugging Face hub, a function.
+"""Sources: rows as mappings, by index, wherever they lie: JSON, CSV, parquet and Arrow files, the hub, a function.
 
 Owns reading. Does not own which source a setting names (`opening.py`) or which columns mean what (`datasets.py`).
 
 Invariant: a source never changes its length, and `read(i)` always gives the same row, or a RowError where that row is no longer
-there. Memory does not grow with the rows: of JSONL nothing is held but the index of a file where none can be written, of parquet
-up to `_HELD_BYTES`, media not counted; the hub's library maps its own files. A list in JSON and a table in CSV lie in it whole.
+there. Memory does not grow with the rows: JSON Lines and Arrow files stay on disk, and so does parquet beyond `_HELD_BYTES`, as
+an Arrow file in the cache (`files.py`). A list in JSON, a table in CSV and smaller parquet lie in memory whole.
 """
 
 from __future__ import annotations
 
+import bisect
+import bz2
 import contextlib
 import csv
-import functools
-import hashlib
+import gzip
+import itertools
 import json
-import os
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import lzma
+import re
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
-import numpy as np
-
+from rondo.roles.data.files import File, derived
 from rondo.roles.data.fingerprints import digest_of, sampled
-from rondo.roles.data.lines import File, Lines
+from rondo.roles.data.lines import Lines
 from rondo.runtime.errors import Fatal, RondoError
 from rondo.runtime.section import nearest
 from rondo.runtime.values import read_json
 
 _HELD_BYTES = 1 << 28
-"""Of parquet: what is held in memory, all of a data set or the groups of rows that were decoded last."""
-_LATE_ROWS = 4
-"""Rows whose media are in memory at once."""
+"""Parquet of up to so many bytes, all files of a data set together, is held in memory."""
+_BATCH_BYTES, _BATCH_ROWS = 1 << 25, 10_000
+"""Bytes and rows of a batch in an Arrow file that is made of parquet."""
 MOST_SAMPLED, MOST_MADE = 256, 4096
 """Rows that a digest looks at: of files, and of what is in memory."""
-_MOST_OPEN = 64
+MOST_OPEN = 64
 """Files that stay open, so that their rows are there for as long as the process, whoever replaces or removes them."""
+_NOT_PLAIN = re.compile(r"decimal|\[ns")
+"""In the name of an Arrow type whose values are decimals, or times of pandas."""
 INSTALL = "Install it: pip install 'rondo-rl[data]'"
 MADE = ("gym:", "textarena:")
 """Beginnings of paths whose rows a package makes."""
@@ -47,46 +53,41 @@ class RowError(RondoError, ValueError):
 
 
 class Source(Protocol):
-    """Rows as dicts, by index. `name_of` tells users where a row stands; `left_out`: why rows did not come as far as here;
-    `groups`: first rows of groups that are read at once, and the end, int64; None where each row is read alone."""
+    """Rows as mappings, by index. `left_out`: why rows did not come as far as here."""
 
     left_out: Sequence[str] = ()
-    groups: np.ndarray | None = None
 
     def __len__(self) -> int: ...
-    def read(self, index: int, *, late: bool = True) -> Mapping[str, Any]:
-        """`late`: with columns of media that are not in memory."""
+    def read(self, index: int) -> Mapping[str, Any]: ...
+    def name_of(self, index: int) -> str:
+        """Return where the row stands, for users."""
         ...
 
-    def name_of(self, index: int) -> str: ...
-    def digest(self, num_rows: int) -> str:
-        """Of the first rows and their order, by a sample of them."""
+    def digest(self, num_rows: int, num_sampled: int = MOST_SAMPLED) -> str:
+        """Return a digest of the first rows and their order, by a sample of them."""
         ...
 
 
 class JsonLines(Source):
-    """Files with one JSON object a line; blank lines do not count. Keeps where lines begin (`lines.py`), not their text."""
+    """A file with one JSON object a line; blank lines do not count. Keeps where lines begin (`lines.py`), not their text.
 
-    def __init__(self, paths: Sequence[Path]) -> None:
-        self._paths = paths
-        self._files = [File(path, keep=number < _MOST_OPEN) for number, path in enumerate(paths)]
-        self._lines = [Lines(file, keep=number < _MOST_OPEN) for number, file in enumerate(self._files)]
-        self._first_rows = np.cumsum([0] + [len(lines) for lines in self._lines])
-        self._digests = [self._digest_of(number) for number in range(len(paths))]
+    name: what rows are named by; keep: whether the file stays open."""
+
+    def __init__(self, path: Path, name: str, *, keep: bool = True) -> None:
+        self._path, self._name = path, name
+        self._file = File(path, keep=keep)
+        self._lines = Lines(self._file, keep=keep)
+        self._digest = self._digest_of_lines()
 
     def __len__(self) -> int:
-        return int(self._first_rows[-1])
+        return len(self._lines)
 
-    def digest(self, num_rows: int) -> str:
+    def digest(self, num_rows: int, num_sampled: int = MOST_SAMPLED) -> str:
         # Where lines end changes with most that is changed in them.
-        lengths = (
-            each.tobytes()
-            for lines, first in zip(self._lines, self._first_rows.tolist(), strict=False)
-            for each in lines.lengths(min(max(num_rows - first, 0), len(lines)))
-        )
-        return digest_of(self._line, sampled(num_rows, MOST_SAMPLED), lengths)
+        lengths = (part.tobytes() for part in self._lines.lengths(num_rows))
+        return digest_of(self._line, sampled(num_rows, num_sampled), lengths)
 
-    def read(self, index: int, *, late: bool = True) -> Mapping[str, Any]:
+    def read(self, index: int) -> Mapping[str, Any]:
         line = self._line(index)
         try:
             values = _parsed(line)
@@ -99,204 +100,102 @@ class JsonLines(Source):
         return values
 
     def name_of(self, index: int) -> str:
-        number, line = self._place_of(index)
-        return f"{self._paths[number].name}:{self._lines[number].number_in_file(line)}"
+        return f"{self._name}:{self._lines.number_in_file(index)}"
 
     def _line(self, index: int) -> bytes:
-        number, line = self._place_of(index)
         try:
-            text, is_same = self._files[number].read(*self._lines[number].span(line))
-            if is_same or self._still_has_its_rows(number):
+            text, is_same = self._file.read(*self._lines.span(index))
+            if is_same or self._still_has_its_rows():
                 return text
             problem = "another text"
         except (OSError, ValueError) as error:
             problem = getattr(error, "strerror", None) or type(error).__name__
         raise RowError(
-            f"{self.name_of(index)}: row must be read as when {self._paths[number]} was opened, got {problem}. "
+            f"{self.name_of(index)}: row must be read as when {self._path} was opened, got {problem}. "
             "Restore the file; a run reads its data until it ends"
         )
 
-    def _still_has_its_rows(self, number: int) -> bool:
-        """Of a file that was written to: whether its rows are where they were, as when some were added behind them."""
-        if self._digest_of(number) != self._digests[number]:
+    def _still_has_its_rows(self) -> bool:
+        """Whether the rows of a file that was written to are where they were, as when some were added behind them."""
+        if self._digest_of_lines() != self._digest:
             return False
-        self._files[number].accept()
+        self._file.accept()
         return True
 
-    def _digest_of(self, number: int) -> str:
-        """Of some lines of one file, the last among them, which moves with whatever is put in or taken out above it."""
-        file, lines = self._files[number], self._lines[number]
-        places = sampled(len(lines), max(2, MOST_SAMPLED // len(self._paths)))
-        return digest_of(lambda line: file.read(*lines.span(line))[0], places)
-
-    def _place_of(self, index: int) -> tuple[int, int]:
-        """(which file, which of its lines)."""
-        number = int(np.searchsorted(self._first_rows, index, side="right")) - 1
-        return number, index - int(self._first_rows[number])
+    def _digest_of_lines(self) -> str:
+        """Of some lines, the last among them, which moves with whatever is put in or taken out above it."""
+        read, lines = self._file.read, self._lines
+        return digest_of(lambda line: read(*lines.span(line))[0], sampled(len(lines), MOST_SAMPLED))
 
 
-class Parquet(Source):
-    """Parquet files of one schema. Named columns of up to `_HELD_BYTES` are held in Arrow's form; larger ones stay in the files,
-    and a row's group of rows is decoded for it, the newest of which are kept. Columns of media that hold bytes always stay."""
+class Table(Source):
+    """Rows of an Arrow table, decoded value by value. columns: those of the whole data set; None where this table lacks one."""
 
-    def __init__(self, paths: Sequence[Path], columns: Mapping[str, str], media: Iterable[str] = ()) -> None:
-        """`columns`: what to read, with the settings that name it; all columns when empty. RowError for a missing one."""
-        try:
-            import pyarrow.parquet
-        except ImportError as error:
-            raise Fatal(f"data.path must be .jsonl without pyarrow, got {paths[0]}. {INSTALL}") from error
-        self._paths = paths
-        self._files = [File(path, keep=number < _MOST_OPEN) for number, path in enumerate(paths)]
-        self._late: list[str] = []
-        sizes: list[np.ndarray] = []
-        self._footers, num_bytes = hashlib.blake2b(digest_size=16), 0
-        self._digests: list[str] = []  # of the footers up to this file's
-        self._footer_of = functools.lru_cache(maxsize=_MOST_OPEN)(self._read_footer)
-        schema = None
-        for number, path in enumerate(paths):
-            footer = self._footer_of(number)
-            found = footer.schema.to_arrow_schema()
-            for column, setting in columns.items():
-                if column not in found.names:
-                    raise missing_column(path.name, column, found.names, setting)
-            if schema is None:
-                schema = found
-                self._late = [
-                    name for name in dict.fromkeys(media) if name in found.names and _holds_bytes(found.field(name))
-                ]
-                self._held = [name for name in columns or found.names if name not in self._late]
-            elif other := [
-                each for each in self._held if each in found.names and found.field(each) != schema.field(each)
-            ]:
-                raise Fatal(
-                    f"parquet files of data.path must have one schema, got {found.field(other[0])} in {path} and "
-                    f"{schema.field(other[0])} in {paths[0]}. Convert them"
-                )
-            sizes.append(np.array([footer.row_group(at).num_rows for at in range(footer.num_row_groups)], np.int64))
-            num_bytes += _decoded_bytes(footer, self._held)
-            self._footers.update(b"%d:" % footer.num_rows + _footer_bytes(path))
-            self._digests.append(self._footers.hexdigest())
-        self._group_files = np.repeat(np.arange(len(paths)), [len(each) for each in sizes])
-        self._first_groups = np.cumsum([0] + [len(each) for each in sizes])
-        self._first_rows = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])  # of every group, and the end
-        self._name = paths[0].name if len(paths) == 1 else f"{paths[0].parent.name}/*.parquet"
-        self._names = [] if schema is None else schema.names
-        self._decoded: OrderedDict[tuple[int, str], Any] = OrderedDict()
-        self._decoding = threading.Lock()
-        self.groups = None if num_bytes <= _HELD_BYTES else self._first_rows
-        """First rows of the groups that are decoded at once, and the end; None where all is in memory."""
-        self._table = None
-        if self.groups is None:
-            tables = [pyarrow.parquet.read_table(file.current_path(), columns=self._held) for file in self._files]
-            self._table = pyarrow.concat_tables(tables).combine_chunks()
+    def __init__(self, table: Any, name: str, columns: Sequence[str] = ()) -> None:
+        self._num_rows, self._name = table.num_rows, name
+        own = dict(zip(table.column_names, table.columns, strict=True))
+        self._columns = {column: own.get(column) for column in columns or own}
 
     def __len__(self) -> int:
-        return int(self._first_rows[-1])
+        return int(self._num_rows)
 
-    def digest(self, num_rows: int) -> str:
-        """Of rows that stay in the files by the footers, which tell place, size and extremes of every column of every group."""
-        if self._table is None:
-            return self._digests[self._group_files[self._group_of(max(0, num_rows - 1))]]
-        return digest_of(self._values, sampled(num_rows, MOST_SAMPLED))
+    def digest(self, num_rows: int, num_sampled: int = MOST_SAMPLED) -> str:
+        return digest_of(self.read, sampled(num_rows, num_sampled))
 
-    def read(self, index: int, *, late: bool = True) -> Mapping[str, Any]:
-        values = self._values(index)
-        read = values | self._read_late(index) if late and self._late else values
-        if len(read) == len(self._names):
-            return read
-        return ParquetRow(read, self._names, lambda name: self._values(index, name)[name])
+    def read(self, index: int) -> Mapping[str, Any]:
+        return _TableRow(self._columns, index)
 
     def name_of(self, index: int) -> str:
         return f"{self._name} row {index}"
 
-    def _values(self, index: int, other: str = "") -> dict[str, Any]:
-        """The held columns of a row, or the one `other` column of it."""
-        table, at = self._table, index
-        if table is None or other:
-            group = self._group_of(index)
-            table, at = self._group(index, group, other), index - int(self._first_rows[group])
-        return {name: table.column(name)[at].as_py() for name in table.column_names}
 
-    def _group_of(self, index: int) -> int:
-        return int(np.searchsorted(self._first_rows, index, side="right")) - 1
+class _TableRow(Mapping[str, Any]):
+    """A row of a table. A value is decoded when it is looked up, so that nobody pays for media that are not used."""
 
-    def _group(self, index: int, group: int, other: str) -> Any:
-        """The held columns of a group of rows, or the one `other` column, decoded; the newest stay, up to `_HELD_BYTES`."""
-        key, columns = (group, other), [other] if other else self._held
-        with self._decoding:
-            if key not in self._decoded:
-                with self._opened(index, group) as (file, local):
-                    self._decoded[key] = file.read_row_group(local, columns=columns, use_threads=False)
-                while len(self._decoded) > 1 and sum(each.nbytes for each in self._decoded.values()) > _HELD_BYTES:
-                    self._decoded.popitem(last=False)
-            self._decoded.move_to_end(key)
-            return self._decoded[key]
-
-    def _read_late(self, index: int) -> Mapping[str, Any]:
-        """Decodes the row's group of rows up to it, a few at a time. Nothing in a parquet file says where a single value is."""
-        group = self._group_of(index)
-        left = index - int(self._first_rows[group])
-        with self._opened(index, group) as (file, local):
-            for batch in file.iter_batches(_LATE_ROWS, [local], columns=self._late, use_threads=False):
-                if left < batch.num_rows:
-                    return dict(batch.slice(left, 1).to_pylist()[0])
-                left -= batch.num_rows
-        raise RowError(
-            f"{self.name_of(index)}: row must be read as when it was opened, got fewer rows. Restore its file"
-        )
-
-    @contextlib.contextmanager
-    def _opened(self, index: int, group: int) -> Iterator[tuple[Any, int]]:
-        """(the file of a group, which of its groups that is). RowError where it cannot be read, or is not as it was."""
-        import pyarrow
-        import pyarrow.parquet
-
-        number = int(self._group_files[group])
-        try:
-            if not self._files[number].is_same():
-                raise OSError(0, "another file")
-            with pyarrow.parquet.ParquetFile(
-                self._files[number].current_path(), metadata=self._footer_of(number), memory_map=True, pre_buffer=False
-            ) as file:
-                yield file, group - int(self._first_groups[number])
-        except (OSError, pyarrow.ArrowException, IndexError) as error:
-            why = getattr(error, "strerror", None) or error
-            raise RowError(
-                f"{self.name_of(index)}: row must be read as when {self._paths[number]} was opened, got {why}. "
-                "Restore the file; a run reads its data until it ends"
-            ) from error
-
-    def _read_footer(self, number: int) -> Any:
-        import pyarrow
-        import pyarrow.parquet
-
-        try:
-            return pyarrow.parquet.read_metadata(self._files[number].current_path())
-        except pyarrow.ArrowInvalid as error:
-            raise Fatal(
-                f"data.path must name whole parquet files, got {self._paths[number]}: {error}. Write it again"
-            ) from error
-
-
-class ParquetRow(Mapping[str, Any]):
-    """A row of parquet files with all of its columns: those that are not among `values` are read when they are looked up."""
-
-    def __init__(self, values: dict[str, Any], names: Sequence[str], read: Callable[[str], Any]) -> None:
-        self._values, self._names, self._read = values, names, read
+    def __init__(self, columns: Mapping[str, Any], index: int) -> None:
+        self._columns, self._index = columns, index
 
     def __getitem__(self, name: str) -> Any:
-        if name not in self._values and name in self._names:
-            self._values[name] = self._read(name)
-        return self._values[name]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
+        if (column := self._columns[name]) is None:
+            return None
+        kind, scalar = str(column.type), column[self._index]
+        value = scalar.as_py(maps_as_pydicts="strict") if "map<" in kind else scalar.as_py()
+        return _plain(value) if _NOT_PLAIN.search(kind) else value
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+        return iter(self._columns)
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._columns)
+
+
+class Joined(Source):
+    """The rows of several sources, one behind the other."""
+
+    def __init__(self, parts: Sequence[Source]) -> None:
+        self._parts = parts
+        self._firsts = [0, *itertools.accumulate(map(len, parts))]
+
+    def __len__(self) -> int:
+        return self._firsts[-1]
+
+    def digest(self, num_rows: int, num_sampled: int = MOST_SAMPLED) -> str:
+        counts = [min(len(part), num_rows - first) for part, first in zip(self._parts, self._firsts, strict=False)]
+        taken = [(part, count) for part, count in zip(self._parts, counts, strict=True) if count > 0]
+        each = max(2, num_sampled // max(1, len(taken)))
+        return digest_of(lambda at: taken[at][0].digest(taken[at][1], each), range(len(taken)))
+
+    def read(self, index: int) -> Mapping[str, Any]:
+        part, at = self._place_of(index)
+        return part.read(at)
+
+    def name_of(self, index: int) -> str:
+        part, at = self._place_of(index)
+        return part.name_of(at)
+
+    def _place_of(self, index: int) -> tuple[Source, int]:
+        number = bisect.bisect_right(self._firsts, index) - 1
+        return self._parts[number], index - self._firsts[number]
 
 
 class Listed(Source):
@@ -310,10 +209,10 @@ class Listed(Source):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def digest(self, num_rows: int) -> str:
-        return digest_of(self._rows.__getitem__, sampled(num_rows, self._num_sampled))
+    def digest(self, num_rows: int, num_sampled: int = MOST_SAMPLED) -> str:
+        return digest_of(self._rows.__getitem__, sampled(num_rows, min(num_sampled, self._num_sampled)))
 
-    def read(self, index: int, *, late: bool = True) -> Mapping[str, Any]:
+    def read(self, index: int) -> Mapping[str, Any]:
         values = self._rows[index]
         if not isinstance(values, Mapping):
             raise RowError(f"{self.name_of(index)}: row must be a dict, got {type(values).__name__}. Correct it")
@@ -323,21 +222,145 @@ class Listed(Source):
         return f"{self._name} row {index}"
 
 
-def whole_file(path: Path) -> Listed:
-    """The rows of a .json file, which is a list of objects, or of a .csv file, whose first line names columns of text."""
+def json_file(path: Path, name: str) -> Source:
+    """Return the rows of a .json file: one list of objects, or one object a line. Fatal for anything else."""
+    with path.open("rb") as file:
+        start = next((text for line in file if (text := line.removeprefix(b"\xef\xbb\xbf").strip())), b"{}")
     try:
-        if path.suffix == ".json":
-            rows = _parsed(path.read_bytes())
-        else:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                rows = list(csv.DictReader(file))
-    except (ValueError, RecursionError, csv.Error) as error:
-        raise Fatal(f"data.path must name a readable {path.suffix} file, got {path} ({error}). Correct it") from error
-    if not isinstance(rows, list):
+        if start.startswith(b"["):
+            return Listed(_parsed(path.read_bytes()), name, MOST_MADE)
+        _parsed(start)
+    except (ValueError, RecursionError) as error:
         raise Fatal(
-            f"data.path must name a .json file of a list of objects, got {type(rows).__name__} in {path}. Convert it"
-        )
-    return Listed(rows, path.name, MOST_MADE)
+            f"data.path must name a .json file of a list of objects, or of one object a line, got {name} ({error}). Correct it, "
+            "or read it with a function in data.rows"
+        ) from error
+    return JsonLines(path, name)
+
+
+def csv_file(path: Path, name: str) -> Listed:
+    """Return the rows of a .csv file, whose first line names columns of text. Fatal for one that cannot be read."""
+    csv.field_size_limit(sys.maxsize)
+    try:
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return Listed(list(csv.DictReader(file)), name, MOST_MADE)
+    except (ValueError, csv.Error) as error:
+        raise Fatal(f"data.path must name a readable .csv file, got {name} ({error}). Correct it") from error
+
+
+def table_files(paths: Sequence[Path]) -> list[Table]:
+    """Return the rows of parquet files, or of files in Arrow's formats. Fatal for one that cannot be read.
+
+    Schemas may differ, since rows are decoded by themselves; where a file lacks a column of another, its rows have None."""
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise Fatal(f"data.path must be .jsonl without pyarrow, got {paths[0]}. {INSTALL}") from error
+
+    def each(read: Callable[[Path], Any]) -> list[Any]:
+        found = []
+        for path in paths:
+            try:
+                found.append(read(path))
+            except pyarrow.ArrowException as error:
+                raise Fatal(
+                    f"data.path must name whole {path.suffix} files, got {path}: {error}. Write it again"
+                ) from error
+        return found
+
+    def read(path: Path) -> Any:
+        with parquet.ParquetFile(path) as file:
+            return file.read()
+
+    if paths[0].suffix == ".arrow":
+        tables = each(_mapped)
+    elif sum(each(lambda path: _decoded_bytes(parquet.read_metadata(path)))) <= _HELD_BYTES:
+        tables = each(read)
+    else:
+        tables = each(lambda path: _mapped(_derived(path, ".arrow", lambda out: _write_stream(path, out))))
+    columns = list(dict.fromkeys(name for table in tables for name in table.column_names))
+    return [Table(table, path.name, columns) for table, path in zip(tables, paths, strict=True)]
+
+
+def unpacked(path: Path) -> Path:
+    """Return the path of what a compressed file holds, which is unpacked into the cache when it is opened first."""
+
+    def write(out: IO[bytes]) -> None:
+        with _PACKED[path.suffix](path) as packed:
+            shutil.copyfileobj(packed, out, 1 << 20)
+
+    try:
+        return _derived(path, ".unpacked", write)
+    except ImportError as error:
+        raise Fatal(f"data.path must not end with {path.suffix} without pyarrow, got {path}. {INSTALL}") from error
+    except (EOFError, ValueError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+        raise Fatal(f"data.path must name a whole {path.suffix} file, got {path}: {error}. Write it again") from error
+
+
+def _open_zst(path: Path) -> Any:
+    import pyarrow
+
+    return pyarrow.CompressedInputStream(str(path), "zstd")
+
+
+_PACKED: Mapping[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst,
+}  # fmt: skip
+PACKED = tuple(_PACKED)
+"""Endings of compressed files."""
+
+
+def _derived(path: Path, suffix: str, write: Callable[[IO[bytes]], None]) -> Path:
+    """As `derived`; Fatal where it cannot be written."""
+    try:
+        return derived(File(path, keep=False), suffix, write)
+    except gzip.BadGzipFile:
+        raise
+    except OSError as error:
+        raise Fatal(
+            f"data.path must have room for a copy of {path} in ~/.cache/rondo or $XDG_CACHE_HOME/rondo, got {error}. Make room, "
+            "or set XDG_CACHE_HOME to a folder with room"
+        ) from error
+
+
+def _mapped(path: Path) -> Any:
+    """The table in an Arrow file, stream or file format, whose values stay on disk."""
+    import pyarrow
+
+    source = pyarrow.memory_map(str(path))
+    is_file = source.read(6) == b"ARROW1"
+    source.seek(0)
+    return (pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream)(source).read_all()
+
+
+def _write_stream(path: Path, out: IO[bytes]) -> None:
+    """Write the rows of a parquet file as an Arrow stream, in batches of bounded size."""
+    import pyarrow
+    from pyarrow import parquet
+
+    with parquet.ParquetFile(path) as file, pyarrow.ipc.new_stream(out, file.schema_arrow) as stream:
+        num_rows = _BATCH_BYTES * file.metadata.num_rows // max(1, _decoded_bytes(file.metadata))
+        for batch in file.iter_batches(max(1, min(num_rows, _BATCH_ROWS))):
+            stream.write_batch(batch)
+
+
+def _decoded_bytes(footer: Any) -> int:
+    """What the rows of a parquet file take in memory, about."""
+    return sum(footer.row_group(at).total_byte_size for at in range(footer.num_row_groups))
+
+
+def _plain(value: Any) -> Any:
+    """A value of Arrow without decimals and pandas' times, whose nanoseconds are dropped."""
+    if isinstance(value, Decimal):
+        return int(value) if value.same_quantum(Decimal(0)) else float(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if type(value).__module__.partition(".")[0] == "pandas":
+        return value.to_pydatetime(warn=False) if hasattr(value, "to_pydatetime") else value.to_pytimedelta()
+    return value
 
 
 def missing_column(row_name: str, column: str, available: Sequence[str], setting: str) -> RowError:
@@ -347,30 +370,6 @@ def missing_column(row_name: str, column: str, available: Sequence[str], setting
         f"{row_name} must have the column {column!r} that {setting} names, "
         f"got {', '.join(map(repr, available)) or 'none'}. {nearest(column, list(available))}{null}"
     )
-
-
-def _holds_bytes(field: Any) -> bool:
-    """Whether an Arrow field, or a part of it, is binary."""
-    import pyarrow.types
-
-    kind = field.type
-    if pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
-        return True
-    return any(_holds_bytes(kind.field(number)) for number in range(kind.num_fields))
-
-
-def _decoded_bytes(footer: Any, columns: Sequence[str]) -> int:
-    """What these columns take once they are decoded, about: dictionaries are not told."""
-    groups = (footer.row_group(at) for at in range(footer.num_row_groups))
-    chunks = (group.column(at) for group in groups for at in range(group.num_columns))
-    return sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema.split(".")[0] in columns)
-
-
-def _footer_bytes(path: Path) -> bytes:
-    with path.open("rb") as file:
-        file.seek(-8, os.SEEK_END)
-        file.seek(-8 - int.from_bytes(file.read(4), "little"), os.SEEK_END)
-        return file.read()
 
 
 def _parsed(line: bytes) -> Any:

@@ -28,6 +28,9 @@ from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import DataConfig, SupervisedConfig
 from rondo.roles.data.cursor import Cursor, Order
 from rondo.roles.data.datasets import Row, RowError, Rows, order_of
+from rondo.roles.data.prompts import TooLong
+from rondo.roles.data.row_filters import Filtered
+from rondo.roles.data.unusable import UnusableRows
 from rondo.roles.training.backend import Backend, Use
 from rondo.runtime.errors import Fatal
 
@@ -71,11 +74,14 @@ class Learning:
     ) -> None:
         self._backend, self._config = backend, config
         self._places = Cursor(order_of(source, data, seed, config.epochs), position)
-        place, agree = config.place, backend.sum_over_ranks
-        self._encoded = _Encoded(lambda index: encode(data.row(index)), place, agree)
+        setting = f"{config.place}.data.max_bad_rows" if config.data is not None else "data.max_bad_rows"
+        bad = (config.place, setting, source.max_bad_rows)
+        self._encoded = _Encoded(lambda index: encode(data.row(index)), bad, backend.sum_over_ranks)
         self._held_out = held_out
         self._measured = (
-            _Encoded(lambda index: encode(held_out.row(index)), place, agree) if held_out is not None else None
+            _Encoded(lambda index: encode(held_out.row(index)), bad, backend.sum_over_ranks)
+            if held_out is not None
+            else None
         )
 
     @property
@@ -160,16 +166,21 @@ class Learning:
 
 
 class _Encoded:
-    """Rows as they are trained, the last ones used kept in memory. `agree` sums over ranks."""
+    """Rows as they are trained, the last ones used kept in memory. bad: what the rows are called, which setting says how many of
+    them may be unusable, and that share; `agree` sums over ranks."""
 
     def __init__(
-        self, encode_row: Callable[[int], Item], place: str, agree: Callable[[Sequence[float]], Sequence[float]]
+        self,
+        encode_row: Callable[[int], Item],
+        bad: tuple[str, str, float],
+        agree: Callable[[Sequence[float]], Sequence[float]],
     ) -> None:
-        self._encode_row, self._place, self._agree = encode_row, place, agree
+        self._encode_row, self._bad, self._agree = encode_row, bad, agree
         self._kept: OrderedDict[int, Item | None] = OrderedDict()
         self._num_bytes = 0
         self._skipped: set[int] = set()
         self._first_skipped = ""
+        self._unusable = UnusableRows()
 
     def skipped(self) -> dict[str, Any]:
         """How many rows could not be used, and why the first could not."""
@@ -177,7 +188,8 @@ class _Encoded:
         return {"skipped": len(self._skipped), **told}
 
     def batch(self, places: Cursor, size: int) -> list[Item]:
-        """The next `size` that every rank can use; fewer where the last pass ends (collective). Fatal when none of all can."""
+        """The next `size` that every rank can use; fewer where the last pass ends (collective). Fatal when none of all can, or
+        when more of them are unusable than may be."""
         batch: list[Item] = []
         while len(batch) < size and (tried := [place.row for place in islice(places, size - len(batch))]):
             items = [self._one(row) for row in tried]
@@ -187,18 +199,23 @@ class _Encoded:
                     batch.append(item)
                 elif item is not None:
                     self._skip(
-                        row, "a row must be there for every process, got one that another could not use. See its log"
+                        row,
+                        "a row: it must be there for every process, got one that another could not use. See its log",
                     )
+            if refusal := self._unusable.refusal(*self._bad, places.order.num_rows):
+                raise Fatal(refusal)
             if len(self._skipped) == places.order.num_rows:
                 raise Fatal(
-                    f"{self._place} must have demonstrations that can be used, got none in {len(self._skipped)}; the first: "
+                    f"{self._bad[0]} must have demonstrations that can be used, got none in {len(self._skipped)}; the first: "
                     f"{self._first_skipped}"
                 )
         return batch
 
-    def _skip(self, row: int, why: str) -> None:
+    def _skip(self, row: int, why: str, *, on_purpose: bool = False) -> None:
         if row not in self._skipped:
             log.warning("demonstration left out: %s", why)
+            if not on_purpose:
+                self._unusable.add(why)
         self._first_skipped = self._first_skipped or why
         self._skipped.add(row)
 
@@ -210,7 +227,7 @@ class _Encoded:
         try:
             item: Item | None = self._encode_row(row)
         except RowError as error:
-            self._skip(row, str(error))
+            self._skip(row, str(error), on_purpose=isinstance(error, TooLong | Filtered))
             item = None
         self._kept[row] = item
         self._num_bytes += _num_bytes(item)

@@ -547,6 +547,7 @@ def test_data_that_cannot_be_used_are_told(make: Make, tmp_path: Path, lines: li
 def test_rows_that_a_run_would_leave_out_are_told_with_their_share(make: Make, tmp_path: Path) -> None:
     (tmp_path / "some_rows.py").write_text(
         "def rows():\n    return [{'prompt': '1', 'label': {'a': print} if i % 4 == 3 else '1'} for i in range(8)]\n\n"
+        "many = rows\n\n"
         "def none():\n    return [{'prompt': '1', 'label': [1, print]}] * 3\n"
     )
     for name, level, start in (
@@ -555,13 +556,19 @@ def test_rows_that_a_run_would_leave_out_are_told_with_their_share(make: Make, t
             "note",
             "data: 2 of 8 rows that were looked at cannot be used, and a run leaves such rows out; the first: ",
         ),
+        (
+            "many",
+            "error",
+            'data must have at most 1 % unusable rows, got 25 % of 8 rows that were looked at: 2 as in "',
+        ),
         ("none", "error", "data: no row can be used of 3 rows that were looked at; the first: "),
     ):
         report = check_child.Report()
-        config = make(f"data.rows={tmp_path}/some_rows.py:{name}", "data.held_out=0", "evaluation=null")
+        allowed = ["data.max_bad_rows=0.25"] if name == "rows" else []
+        config = make(f"data.rows={tmp_path}/some_rows.py:{name}", "data.held_out=0", "evaluation=null", *allowed)
         report.look(lambda config=config, report=report: check_child.look_at_data(config, report, [], []), "data")  # type: ignore[misc]
         finding = report.findings[0]
-        assert finding.level == level and finding.text.startswith(f"{start}{name} row "), finding
+        assert finding.level == level and finding.text.startswith(start), finding
         assert "column 'label'[" in finding.text and "got builtin_function_or_method. " in finding.text
 
 

@@ -56,7 +56,7 @@ def test_an_index_of_a_file_that_has_changed_is_not_read_and_goes(
     path.write_text(lines(range(20)))
     before = opened(path)
     [old] = kept()
-    killed, writing = (old.with_name(f"{old.name}{name}") for name in "ab")
+    killed, writing = (old.with_name(f"{old.name}.{name}.part") for name in "ab")
     for left in (killed, writing):
         left.write_text("an index that is not whole yet")
     os.utime(killed, (1, 1))

@@ -162,16 +162,16 @@ def test_a_row_of_another_form_is_refused_by_its_place() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "told"),
     [
-        ("a.json", '{"rows": []}', "data.path must name a .json file of a list of objects, got dict in"),
-        ("a.json", '[{"prompt": 1', "data.path must name a readable .json file, got"),
+        ("a.json", '{"rows": []}', "a.json:1 must have the column 'prompt' that data.prompt names, got 'rows'"),
+        ("a.json", '[{"prompt": 1', "data.path must name a .json file of a list of objects, or of one object a line, got a.json"),
         ("a.csv", "prompt,label\n\xff", "data.path must name a readable .csv file, got"),
         ("a.json", "[]", "data must have rows, got none"),
-        ("a.txt", "x", "data.path must name one .json or .csv file, or .jsonl or .parquet files, one kind at a time, got .txt"),
+        ("a.txt", "x", "data.path must name .jsonl, .json, .csv, .parquet or .arrow files, one kind at a time, got .txt"),
     ],
 )  # fmt: skip
 def test_a_file_that_holds_no_rows_is_refused_by_its_name(tmp_path: Path, name: str, text: str, told: str) -> None:
     (tmp_path / name).write_bytes(text.encode("latin-1"))
-    with pytest.raises(Fatal, match=told):
+    with pytest.raises((Fatal, RowError), match=told):
         open_dataset(DataConfig(path=str(tmp_path / name)))
 
 

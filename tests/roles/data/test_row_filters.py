@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +51,19 @@ def said(keeps: str) -> list[str]:
     return found
 
 
-def test_a_filter_says_that_a_row_is_used_or_why_it_is_not_and_one_that_raises_leaves_it_out() -> None:
+def test_a_filter_says_that_a_row_is_used_or_why_it_is_not_and_one_that_raises_makes_it_unusable() -> None:
     assert said("small") == ["0", "small", "2", "small", "4", "small", *["too large"] * 4]
-    assert set(said("raises")) == {"raises raised KeyError: 'level'"}
+    with pytest.raises(
+        RowError, match=r"row 0: data.filter must answer for every row, got KeyError: 'level' from raises"
+    ):
+        said("raises")
     with pytest.raises(RowError, match=r"row 0: data.filter must return True, False or a reason, got None from silent"):
         said("silent")
 
 
 def test_what_comes_next_is_the_same_wherever_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """JSONL that stays in its file, in a mixture, and parquet that is decoded by groups of rows, two at a time."""
+    """JSONL that stays in its file, in a mixture, and parquet that stays on disk."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("rondo.roles.data.sources._HELD_BYTES", 1)
     pq.write_table(
         pa.Table.from_pylist([{"prompt": f"p {i}", "label": i} for i in range(24)]),
@@ -65,9 +71,7 @@ def test_what_comes_next_is_the_same_wherever_a_run_goes_on(tmp_path: Path, monk
         row_group_size=4,
     )
     sources = files(tmp_path, a=12, b=7) | {"p": SourceConfig(path=str(tmp_path / "p.parquet"), filter=f"{HERE}:small")}
-    config = job(
-        DataConfig(sources=weighed(sources, a=2, b=1, p=1), filter=f"{HERE}:small", held_out=3, shuffle_groups=2)
-    )
+    config = job(DataConfig(sources=weighed(sources, a=2, b=1, p=1), filter=f"{HERE}:small", held_out=3))
     data, _ = open_splits(config)
     order = train_order(config, data)
     for source in sources:
@@ -106,3 +110,32 @@ def test_what_comes_next_is_the_same_wherever_a_run_goes_on(tmp_path: Path, monk
 def test_settings_that_do_nothing_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ValidationError, match=words):
         job(**options)
+
+
+def level(row: dict[str, Any]) -> bool:
+    return row["level"] > 3
+
+
+@pytest.mark.parametrize("form", ["jsonl", "json", "csv", "parquet", "arrow"])
+def test_a_filter_sees_every_column_whatever_the_form_of_the_file(tmp_path: Path, form: str) -> None:
+    many = [{"prompt": str(at), "label": "", "level": at} for at in range(8)]
+    path = tmp_path / f"a.{form}"
+    if form == "parquet":
+        pq.write_table(pa.Table.from_pylist(many), path)
+    elif form == "arrow":
+        with pa.ipc.new_stream(str(path), pa.Table.from_pylist(many).schema) as out:
+            out.write_table(pa.Table.from_pylist(many))
+    elif form == "csv":
+        path.write_text("prompt,label,level\n" + "".join(f"{at},,{at}\n" for at in range(8)))
+    else:
+        path.write_text("\n".join(map(json.dumps, many)))
+    keeps = "int_level" if form == "csv" else "level"
+    data, kept = open_dataset(DataConfig(path=str(path), filter=f"{HERE}:{keeps}")), []
+    for at in range(len(data)):
+        with contextlib.suppress(Filtered):
+            kept.append(data.row(at).prompt)
+    assert kept == ["4", "5", "6", "7"]
+
+
+def int_level(row: dict[str, Any]) -> bool:
+    return int(row["level"]) > 3

@@ -51,7 +51,7 @@ def train(folder: Path, config: SftConfig, **options: Any) -> tuple[Any, list[di
     path = str(folder / "model")
     mesh = Mesh.open(MeshConfig(), options.pop("world_size", 1))
     model = load_model(path, cut=lambda model: parallel.shard(model, mesh))
-    source = config.source(PROMPTS)
+    source = config.source(options.pop("prompts", PROMPTS))
     rows = open_dataset(source)
     backend = sft.backend_of(parallel.compute_in(model), config, config.num_steps(len(rows)), mesh=mesh)
     encode = sft.encoder(load_tokenizer(path), config, source)
@@ -142,8 +142,14 @@ def test_a_demonstration_that_cannot_be_used_costs_itself_alone(folder: Path) ->
     (folder / "some.py").write_text(
         "def rows():\n    return [{'prompt': 'a', 'answer': 'b'}, {'prompt': 'a'}, {'prompt': 7, 'answer': 'b'}]\n"
     )
-    _, steps = train(folder, config_of(folder, rows=f"{folder}/some.py:rows", batch_size=1))
+    broken = config_of(folder, rows=f"{folder}/some.py:rows", batch_size=1)
+    allowed = PROMPTS.model_copy(update={"max_bad_rows": 0.7})
+    _, steps = train(folder, broken, prompts=allowed)
     assert [step["tokens"] for step in steps] == [2, 2, 2] and steps[-1]["skipped"] == 2
+    with pytest.raises(
+        Fatal, match=r"^sft must have at most 1 % unusable rows, got .* of 3 rows: .* raise data.max_bad_rows"
+    ):
+        train(folder, broken)
 
 
 def test_long_demonstrations_lose_the_beginning_of_their_prompt_or_end_the_job_where_the_settings_say_so(

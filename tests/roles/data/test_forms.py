@@ -1,0 +1,183 @@
+"""The forms in which files hold rows: the same rows in each form are the same rows."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import datetime
+import gzip
+import json
+import lzma
+from collections.abc import Callable
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rondo.roles.config import DataConfig
+from rondo.roles.data.datasets import Dataset, RowError, open_dataset
+from rondo.runtime.errors import Fatal
+
+pa = pytest.importorskip("pyarrow")
+pq = pytest.importorskip("pyarrow.parquet")
+datasets = pytest.importorskip("datasets")
+
+ROWS = [
+    {"prompt": f"What is {i}, ü?", "label": str(i), "source": "ab"[i % 2], "note": "" if i else "x" * 200_000}
+    for i in range(7)
+]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def lines() -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+
+
+def array() -> bytes:
+    return json.dumps(ROWS, indent=1).encode()
+
+
+def table(kind: Any = None) -> Any:
+    return pa.Table.from_pylist(ROWS).cast(pa.schema(dict.fromkeys(ROWS[0], kind or pa.string())))
+
+
+def write_csv(path: Path) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(ROWS[0]))
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_zst(path: Path) -> None:
+    with pa.CompressedOutputStream(str(path), "zstd") as out:
+        out.write(lines()[:100])
+        out.write(lines()[100:])
+
+
+def write_arrow(path: Path, new: Callable[..., Any]) -> None:
+    with new(str(path), table().schema) as out:
+        out.write_table(table(), max_chunksize=3)
+
+
+FORMS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "JSON lines": ("a.jsonl", lambda path: path.write_bytes(lines())),
+    "JSON lines in .json": ("a.json", lambda path: path.write_bytes(lines())),
+    "JSON lines with a mark of byte order": ("a.json", lambda path: path.write_bytes(b"\xef\xbb\xbf" + lines())),
+    "a JSON array": ("a.json", lambda path: path.write_bytes(array())),
+    "CSV": ("a.csv", write_csv),
+    "gz": ("a.jsonl.gz", lambda path: path.write_bytes(gzip.compress(lines()))),
+    "gz of an array": ("a.json.gz", lambda path: path.write_bytes(gzip.compress(array()))),
+    "bz2": ("a.jsonl.bz2", lambda path: path.write_bytes(bz2.compress(lines()))),
+    "xz": ("a.jsonl.xz", lambda path: path.write_bytes(lzma.compress(lines()))),
+    "zst": ("a.jsonl.zst", write_zst),
+    "parquet": ("a.parquet", lambda path: pq.write_table(table(), path)),
+    "parquet of large_string": ("a.parquet", lambda path: pq.write_table(table(pa.large_string()), path)),
+    "parquet of dictionaries": ("a.parquet", lambda path: pq.write_table(table(pa.dictionary(pa.int32(), pa.string())), path)),
+    "an Arrow stream": ("a.arrow", lambda path: write_arrow(path, pa.ipc.new_stream)),
+    "an Arrow file": ("a.arrow", lambda path: write_arrow(path, pa.ipc.new_file)),
+    "save_to_disk": ("a", lambda path: datasets.Dataset.from_list(ROWS).save_to_disk(path, num_shards=2)),
+    "a folder": ("a", lambda path: (path.mkdir(), (path / "1.jsonl.gz").write_bytes(gzip.compress(lines())))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("held", [1, 1 << 28], ids=["on disk", "in memory"])
+def test_the_same_rows_are_read_from_every_form(
+    tmp_path: Path, form: str, held: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rondo.roles.data.sources._HELD_BYTES", held)
+    name, write = FORMS[form]
+    write(tmp_path / name)
+    data = open_dataset(DataConfig(path=str(tmp_path / name)))
+    rows = [data.row(at) for at in range(len(data))]
+    assert [(row.prompt, row.label, dict(row.columns)) for row in rows] == [
+        (row["prompt"], row["label"], row) for row in ROWS
+    ]
+    assert rows[0].name.startswith("1.jsonl.gz:" if form == "a folder" else name)
+
+
+TYPES: dict[str, tuple[Any, Any]] = {
+    "int8": (pa.array([7], pa.int8()), 7),
+    "uint64": (pa.array([2**64 - 1], pa.uint64()), 2**64 - 1),
+    "float16": (pa.array([1.5], pa.float16()), 1.5),
+    "decimal": (pa.array([Decimal("12.50")], pa.decimal128(10, 2)), 12.5),
+    "whole decimal": (pa.array([Decimal("12")], pa.decimal128(38, 0)), 12),
+    "dictionary": (pa.array(["a"], pa.dictionary(pa.int8(), pa.string())), "a"),
+    "large_list": (pa.array([["a"]], pa.large_list(pa.large_string())), ["a"]),
+    "fixed_size_list": (pa.array([[1, 2]], pa.list_(pa.int16(), 2)), [1, 2]),
+    "map": (pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64())), {"a": 1}),
+    "date": (pa.array([datetime.date(2026, 1, 2)], pa.date32()), datetime.date(2026, 1, 2)),
+    "timestamp[ns]": (
+        pa.array([1_700_000_000_123_456_789], pa.timestamp("ns")), datetime.datetime(2023, 11, 14, 22, 13, 20, 123456),
+    ),
+    "duration[ns]": (pa.array([1_500_000_001], pa.duration("ns")), datetime.timedelta(seconds=1.5)),
+    "times in a list of structs": (
+        pa.array([[{"at": 0, "n": Decimal("0.1")}]], pa.list_(pa.struct({"at": pa.timestamp("ns"), "n": pa.decimal128(3, 1)}))),
+        [{"at": datetime.datetime(1970, 1, 1), "n": 0.1}],
+    ),
+    "null": (pa.array([None], pa.timestamp("ns")), None),
+}  # fmt: skip
+
+
+def test_values_of_every_arrow_type_are_plain(tmp_path: Path) -> None:
+    columns = {name: array for name, (array, _) in TYPES.items()}
+    pq.write_table(pa.table({"prompt": ["a"], **columns}), tmp_path / "a.parquet")
+    row = open_dataset(DataConfig(path=str(tmp_path / "a.parquet"), label=None)).row(0).columns
+    for name, (_, value) in TYPES.items():
+        assert row[name] == value, name
+        assert type(row[name]) is type(value), name
+
+
+def opened(path: Path) -> Dataset:
+    return open_dataset(DataConfig(path=str(path)))
+
+
+def test_several_files_of_json_or_csv_are_one_data_set(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(array())
+    (tmp_path / "b.json").write_bytes(lines())
+    data = opened(tmp_path / "*.json")
+    assert [data.row(at).label for at in range(len(data))] == [row["label"] for row in (*ROWS, *ROWS)]
+    assert (data.row(6).name, data.row(7).name) == ("a.json row 6", "b.json:1")
+
+
+def test_a_compressed_file_is_unpacked_once(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines()))
+    opened(tmp_path / "a.jsonl.gz")
+    [unpacked] = cache.rglob("*.unpacked")
+    before = unpacked.stat().st_mtime_ns
+    opened(tmp_path / "a.jsonl.gz")
+    assert unpacked.stat().st_mtime_ns == before
+
+
+def test_what_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torn.jsonl.gz").write_bytes(gzip.compress(lines())[:-20])
+    (tmp_path / "text.jsonl.gz").write_bytes(lines())
+    (tmp_path / "pretty.json").write_text(json.dumps(ROWS[0], indent=1))
+    (tmp_path / "torn.arrow").write_bytes(b"ARROW1")
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)}).save_to_disk(tmp_path / "both")
+    for name, words in {
+        "torn.jsonl.gz": r"must name a whole \.gz file, got .*torn.jsonl.gz: .* Write it again",
+        "text.jsonl.gz": r"must name a whole \.gz file, got .*text.jsonl.gz: .* Write it again",
+        "pretty.json": "must name a .json file of a list of objects, or of one object a line, got pretty.json",
+        "torn.arrow": r"must name whole \.arrow files, got .*torn.arrow",
+        "both": "must name one split of what save_to_disk wrote, got .* as in .*both/train",
+    }.items():
+        with pytest.raises(Fatal, match=words):
+            opened(tmp_path / name)
+    assert len(opened(tmp_path / "both" / "train")) == 7
+    (tmp_path / "a.jsonl.zst").write_bytes(b"")
+    monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
+    with pytest.raises(Fatal, match=r"must not end with \.zst without pyarrow, .* pip install 'rondo-rl\[data\]'"):
+        opened(tmp_path / "a.jsonl.zst")
+
+
+def test_a_column_that_a_line_lacks_costs_its_row(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(lines() + b'{"prompt": "x"}\n')
+    with pytest.raises(RowError, match=r"a\.json:8 must have the column 'label'"):
+        opened(tmp_path / "a.json").row(7)
