@@ -7,7 +7,6 @@ number itself.
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import asdict
@@ -29,7 +28,6 @@ from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.admin.openapi import QUERY, Operation
 from rondo.runtime.admin.server import Handler
 from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError
-from rondo.runtime.processes import process
 from rondo.runtime.records.telling import tell_every
 from rondo.runtime.section import Section
 from rondo.runtime.supervision.machine import State
@@ -174,7 +172,7 @@ class RunProvider:
     async def stacks(self, name: str) -> dict[str, Any]:
         """Where a process stands, as it says itself: "GROUP.RANK", or the coordinator. A worker whose loop is held up
         writes its threads' stacks to its log, and is told as late."""
-        groups = {group.name: group for group in self._snapshot().groups}
+        groups = {group.name for group in self._snapshot().groups}
         if (COORDINATOR_NAME if name == COORDINATOR_NAME else name.rpartition(".")[0]) not in groups:
             raise ConfigError(
                 f"process must be a role group's GROUP.RANK or {COORDINATOR_NAME}, got {name!r}. See /roles"
@@ -182,11 +180,9 @@ class RunProvider:
         try:
             return {"process": name, "stacks": await self.ref(name).call("rondo.stacks", deadline_s=_STACKS_S)}
         except DeadlineExceeded:
-            group, rank = groups.get(name.rpartition(".")[0]), name.rpartition(".")[2]
-            if group is None or group.service or group.state is not State.READY or not rank.isdecimal():
+            group, _, rank = name.rpartition(".")
+            if not rank.isdecimal() or not self._supervisor.write_stacks(group, int(rank)):
                 raise
-            for pid in group.pids[int(rank) : int(rank) + 1]:  # ready: it has a handler, which writes
-                process.kill(pid, process.start_time(pid), signal.SIGUSR2)
             words = f"{name} must answer within {_STACKS_S:g} s, got nothing. Its stacks are at the end of its log"
             raise TurnedDown(503, words) from None
 

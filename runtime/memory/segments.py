@@ -198,7 +198,7 @@ class SegmentServer:
     def segment(self, name: str, num_bytes: int) -> Segment:
         """The server's own descriptor of a segment, made now if it is new."""
         fd, size = self._memory(name, num_bytes)
-        return Segment(name, size, os.dup(fd))
+        return Segment(name, size, fd)
 
     def drop(self, name: str) -> None:
         """Forgets a segment and a doorbell; the next asker gets new ones. Mappings keep the old memory."""
@@ -224,24 +224,32 @@ class SegmentServer:
             return SegmentStats(tuple(sizes), len(self._doorbells), len(self._clients))
 
     def _memory(self, name: str, num_bytes: int) -> tuple[int, int]:
+        """Return a new descriptor of a segment, which the caller closes, and the segment's size. The copy is made under the
+        lock: behind it, `drop` may close the number that it was made from, and the number may come to name other memory."""
         _check_name(name)
         if type(num_bytes) is not int:
             raise ValueError(f"the size of segment {name} must be a whole number, got {num_bytes!r}. Give bytes")
-        with self._lock:
-            memory = self._memories.get(name)
-            if memory is None:
-                if num_bytes <= 0:
-                    raise NoSuchSegment(f"segment {name!r} must exist to be asked for without a size. Give num_bytes")
-                memory = self._memories[name] = _Memory()
-        with memory.lock:
-            if memory.fd < 0:
-                try:
-                    memory.fd, memory.num_bytes = self._make(name, num_bytes), num_bytes
-                except OutOfSpace:
-                    with self._lock:
-                        self._memories.pop(name, None)
-                    raise
-            return memory.fd, memory.num_bytes
+        while True:
+            with self._lock:
+                memory = self._memories.get(name)
+                if memory is None:
+                    if num_bytes <= 0:
+                        raise NoSuchSegment(
+                            f"segment {name!r} must exist to be asked for without a size. Give num_bytes"
+                        )
+                    memory = self._memories[name] = _Memory()
+            with memory.lock:
+                if self._memories.get(name) is not memory:
+                    continue  # dropped, or not made, while this waited for the lock
+                if memory.fd < 0:
+                    try:
+                        memory.fd, memory.num_bytes = self._make(name, num_bytes), num_bytes
+                    except OutOfSpace:
+                        with self._lock:
+                            if self._memories.get(name) is memory:
+                                del self._memories[name]
+                        raise
+                return _duplicate(name, memory.fd), memory.num_bytes
 
     def _make(self, name: str, num_bytes: int) -> int:
         """A new segment's descriptor. OutOfSpace where the kernel would make pages until it must kill somebody."""
@@ -279,11 +287,12 @@ class SegmentServer:
             self._promised_bytes -= num_bytes
 
     def _doorbell(self, name: str) -> int:
+        """Return a new descriptor of a doorbell, which the caller closes."""
         _check_name(name)
         with self._lock:
             if name not in self._doorbells:
                 self._doorbells[name] = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            return self._doorbells[name]
+            return _duplicate(name, self._doorbells[name])
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -308,7 +317,10 @@ class SegmentServer:
                     reply, fd = self._answer(connection, orjson.loads(packet))
                 except (RondoError, ValueError, TypeError, KeyError) as error:
                     reply, fd = {"error": describe(error)}, -1
-                _send(connection, reply, fd)
+                try:
+                    _send(connection, reply, fd)
+                finally:
+                    _close(fd)
         except OSError:
             return  # the client is gone, or so stuck that it does not read: the supervisor hears of deaths elsewhere
         finally:
@@ -326,7 +338,7 @@ class SegmentServer:
         return False
 
     def _answer(self, connection: socket.socket, request: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-        """The reply to one request, and the descriptor beside it (-1: none)."""
+        """The reply to one request, and the descriptor beside it (-1: none), which the caller closes."""
         kind = request["ask"]
         if kind == "segment":
             try:
@@ -367,6 +379,13 @@ def _peer_pid(connection: socket.socket) -> int:
 def _check_name(name: str) -> None:
     if type(name) is not str or not 0 < len(name.encode()) <= _MAX_NAME_BYTES or "\0" in name:
         raise ValueError(f"a segment's name must have 1 to {_MAX_NAME_BYTES} bytes, got {name!r}. Choose a shorter one")
+
+
+def _duplicate(name: str, fd: int) -> int:
+    try:
+        return os.dup(fd)
+    except OSError as error:
+        raise OutOfSpace(f"{name} must have a free descriptor, got {error.strerror}. Raise `ulimit -n`") from error
 
 
 def _close(fd: int) -> None:

@@ -468,6 +468,13 @@ class Supervisor(Actor):
             machine.attempt, machine.phase.value, machine.num_global_restarts, tuple(groups), self._segment_bytes()
         )
 
+    def write_stacks(self, name: str, rank: int) -> bool:
+        """Have a ready worker of a role group write the stacks of its threads to its log. False where there is none, or no more:
+        a process that has got its pid since is not signalled."""
+        life = self._lives.get(name)
+        worker = life.workers.get(rank) if life is not None and self._state(name) is State.READY else None
+        return worker is not None and process.kill(worker.pid, worker.start_time, signal.SIGUSR2)
+
     def _segment_bytes(self) -> int:
         return self._estate.segments.stats().num_bytes if self._lives else 0
 

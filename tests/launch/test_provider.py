@@ -6,6 +6,7 @@ import asyncio
 import signal
 import subprocess
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar, cast
@@ -17,6 +18,7 @@ from rondo.launch.provider import RunProvider, serve_trace
 from rondo.runtime.admin.endpoint import prometheus_lines
 from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.errors import ConfigError, DeadlineExceeded
+from rondo.runtime.processes.process import start_time
 from rondo.runtime.supervision.orders import State
 from rondo.runtime.supervision.supervisor import Supervisor
 
@@ -138,11 +140,11 @@ async def test_stacks_come_from_the_process_and_a_worker_that_is_held_up_writes_
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held_up = subprocess.Popen(["sleep", "60"])  # noqa: ASYNC220 - it is at once
-    told: list[tuple[int, int]] = []
-    groups = [
-        SimpleNamespace(name="actor-0", service=False, state=State.READY, pids=(held_up.pid,)),
-        SimpleNamespace(name="coordinator", service=True, state=State.READY, pids=(held_up.pid,)),
-    ]
+    workers = {0: SimpleNamespace(pid=held_up.pid, start_time=start_time(held_up.pid))}
+    lives = {"actor-0": SimpleNamespace(workers=workers), "coordinator": SimpleNamespace(workers={})}
+    groups = [SimpleNamespace(name="actor-0"), SimpleNamespace(name="coordinator")]
+    states = dict.fromkeys(lives, State.READY)
+    running = cast(Supervisor, SimpleNamespace(_lives=lives, _state=states.__getitem__))
 
     class Stands(Answers):
         async def call(self, method: str, *, deadline_s: float) -> Any:
@@ -151,24 +153,30 @@ async def test_stacks_come_from_the_process_and_a_worker_that_is_held_up_writes_
             return f"{method} of {self.peer}"
 
     monkeypatch.setattr(module, "ActorRef", Stands)
-    monkeypatch.setattr(module.process, "kill", lambda pid, start, number: told.append((pid, number)))
-    supervisor = SimpleNamespace(snapshot=lambda: SimpleNamespace(groups=groups))
+    supervisor = SimpleNamespace(
+        snapshot=lambda: SimpleNamespace(groups=groups), write_stacks=partial(Supervisor.write_stacks, running)
+    )
     provider = RunProvider(cast(Supervisor, supervisor), tmp_path, "t" * 32, tmp_path)
     try:
+        states["actor-0"] = State.STARTING  # has no handler yet: the signal would end it
+        with pytest.raises(DeadlineExceeded):
+            await provider.stacks("actor-0.0")
+        states["actor-0"] = State.READY
+        workers[0].start_time -= 1  # the worker is gone, and its pid another process's
+        with pytest.raises(DeadlineExceeded):
+            await provider.stacks("actor-0.0")
+        assert held_up.poll() is None
+        workers[0].start_time += 1
         assert (await provider.stacks("coordinator"))["stacks"] == "rondo.stacks of coordinator"
         with pytest.raises(
             TurnedDown, match=r"actor-0.0 must answer within 5 s, got nothing\. Its stacks are at the end of"
         ):
             await provider.stacks("actor-0.0")
-        assert told == [(held_up.pid, signal.SIGUSR2)]
-        groups[0].state = State.STARTING  # has no handler yet: the signal would end it
-        with pytest.raises(DeadlineExceeded):
-            await provider.stacks("actor-0.0")
+        assert held_up.wait(60) == -signal.SIGUSR2
         with pytest.raises(
             ConfigError, match=r"process must be a role group's GROUP\.RANK or coordinator, got 'other\.0'"
         ):
             await provider.stacks("other.0")
-        assert len(told) == 1
     finally:
         held_up.kill()
         held_up.wait()

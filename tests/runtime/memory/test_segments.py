@@ -11,11 +11,13 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from rondo.runtime.errors import Closed, OutOfSpace, PeerGone, Refused
+from rondo.runtime.memory import segments
 from rondo.runtime.memory.segments import NoSuchSegment, Registration, SegmentClient, SegmentServer
 from rondo.runtime.processes.process import start_time
 
@@ -165,6 +167,43 @@ def test_closing_leaves_the_mapping_to_the_arrays_that_view_it(server: SegmentSe
         assert array[0] == 0
         with pytest.raises(Closed):
             segment.view()
+
+
+def test_a_name_that_is_dropped_while_its_descriptor_is_sent_gives_no_other_memory(
+    server: SegmentServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    send, others = segments._send, list[Any]()
+
+    def drop_then_send(connection: socket.socket, reply: dict[str, Any], fd: int) -> None:
+        if fd >= 0 and not others:
+            server.drop("x")
+            others.append(server.segment("y", 4096))  # a new descriptor takes the lowest number that is free
+            others[0].view()[:1] = b"y"
+        send(connection, reply, fd)
+
+    monkeypatch.setattr(segments, "_send", drop_then_send)
+    with connect(server) as client, client.segment("x", 4096) as found:
+        assert bytes(found.view()[:1]) == bytes(1) and len(others) == 1
+    others.clear()
+    with connect(server) as client:
+        client_end = client.doorbell("x")
+        assert os.readlink(f"/proc/self/fd/{client_end}") == "anon_inode:[eventfd]" and len(others) == 1
+        os.close(client_end)
+
+
+def test_a_first_asker_who_waited_for_memory_that_was_dropped_gets_what_the_next_asker_gets(
+    server: SegmentServer,
+) -> None:
+    dropped = server._memories["x"] = segments._Memory()
+    with ThreadPoolExecutor(1) as threads, connect(server) as client:
+        with dropped.lock:
+            waiting = threads.submit(client.segment, "x", 4096)
+            threading.Thread(target=server.drop, args=("x",)).start()
+            while "x" in server._memories and server._memories["x"] is dropped:
+                pass
+        with waiting.result() as first, client.segment("x", 4096) as second:
+            first.view()[:1] = b"1"
+            assert bytes(second.view()[:1]) == b"1"
 
 
 def test_more_memory_than_there_is_is_an_error_and_leaves_nothing(server: SegmentServer) -> None:
