@@ -129,12 +129,22 @@ def below(pid: int) -> list[Stat]:
 
 def private_bytes(pid: int) -> int:
     """Memory that a process and all below it share with nobody; 0 for one that is gone."""
-    total = 0
-    for number in (pid, *(process.pid for process in below(pid))):
-        with contextlib.suppress(OSError):
-            lines = (_PROC / str(number) / "smaps_rollup").read_text().splitlines()
-            total += sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Private_"))
-    return total
+    return sum(_mapped_bytes(number, "Private_") or 0 for number in (pid, *(process.pid for process in below(pid))))
+
+
+def memory_bytes(found: Iterable[Stat]) -> int:
+    """Return the memory of processes together, a page that several map counted once (PSS). A process that hides its pages counts
+    with its RSS."""
+    return sum(process.rss_bytes if (own := _mapped_bytes(process.pid, "Pss:")) is None else own for process in found)
+
+
+def _mapped_bytes(pid: int, kind: str) -> int | None:
+    """The pages of a process that the kernel lists under `kind`, in bytes; None where it does not show them."""
+    try:
+        lines = (_PROC / str(pid) / "smaps_rollup").read_text().splitlines()
+    except OSError:
+        return None
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(kind))
 
 
 def kill_below(pid: int) -> int:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import math
 import os
 import shutil
+import subprocess
+import sys
 import tempfile
 import time
 import uuid
@@ -19,7 +22,8 @@ from aiohttp.test_utils import TestServer
 
 from rondo.runtime.config import SandboxConfig
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.processes.process import processes
+from rondo.runtime.processes.process import below, processes
+from rondo.runtime.processes.subreaper import END
 from rondo.runtime.sandbox import sandbox as runs
 from rondo.runtime.sandbox.sandbox import Limits, Ran, Sandbox, SandboxFailed
 
@@ -101,6 +105,24 @@ async def test_what_goes_on_too_long_says_too_much_or_takes_too_much_is_ended(
 ) -> None:
     ran = await python(box, code, limits)
     assert ran.why == why and ran.exit != 0 and len(ran.output) <= limits.output_bytes
+
+
+def test_pages_that_forked_processes_share_count_once() -> None:
+    code = """
+import os, signal
+data = b"x" * (64 << 20)
+for _ in range(8):
+    if os.fork() == 0: signal.pause()
+print("up", flush=True)
+signal.pause()
+"""
+    command = [sys.executable, "-m", "rondo.runtime.processes.command", str(os.getpid()), sys.executable, "-Sc", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as root:
+        assert root.stdout is not None and root.stdout.readline() == b"up\n"
+        assert sum(process.rss_bytes for process in below(root.pid)) > 500 << 20
+        assert runs._why(root.pid, Limits(memory_bytes=200 << 20), math.inf, []) is None
+        assert runs._why(root.pid, Limits(memory_bytes=60 << 20), math.inf, []) == "memory"
+        root.send_signal(END)
 
 
 @pytest.mark.parametrize(
