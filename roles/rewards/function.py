@@ -16,6 +16,7 @@ Invariant: `run` returns one outcome an item, in order, whatever the function do
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,7 @@ import orjson
 from rondo.roles.rewards.worker import IS_ASYNC, Opened, in_worker
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, PeerGone
 from rondo.runtime.processes.pool import Outcome, Pool
-from rondo.runtime.processes.pool_worker import failed
+from rondo.runtime.processes.pool_worker import end_if_forked, failed
 from rondo.runtime.reference import load_reference
 from rondo.runtime.sandbox.sandbox import used
 from rondo.runtime.values import Encoded, decode, encode
@@ -93,6 +94,7 @@ class UserFunction(Pool):
         return await asyncio.gather(*(self._run_here(self._here, item) for item in items))
 
     async def _run_here(self, opened: Opened, item: Encoded) -> Outcome:
+        here = os.getpid()
         try:
             async with waiting(self._work, peer=self._source, deadline_s=self._deadline_s):
                 found = opened.call(_decoded(item))
@@ -105,6 +107,8 @@ class UserFunction(Pool):
         except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the function raises is this item's error
             _, text, kind, brief = failed(error)
             return Outcome(error=text, kind=kind, brief=brief)
+        finally:
+            end_if_forked(here)
         return Outcome(value)
 
     async def close(self) -> None:

@@ -44,6 +44,8 @@ from rondo.runtime.waits import PROCESS, waiting
 
 _MAX_HEADER_BYTES = 1 << 28
 _MAX_BUFFERS = 1 << 16
+_ENTRY = 4
+"""Value, error, kind, brief."""
 _MAX_IDLE_DEATHS = 3
 _SPARE_S = 60.0
 """A frame whose worker dies so often before it begins an item ends the pool: the machine, not an item, is at fault."""
@@ -329,7 +331,7 @@ class _Worker:
         """Waits until the worker has loaded its function. ConfigError when it could not, or not in time."""
         try:
             async with waiting(f"{self._work} load", peer=f"{self._work} worker", deadline_s=deadline_s):
-                _, [(_, error, kind, brief)] = await self._receive(0)
+                [(_, error, kind, brief)] = await self._receive(1)
         except DeadlineExceeded as late:
             raise ConfigError(
                 f"{self._source} must load within {deadline_s:g} s, got no end. Look at what it does while it loads"
@@ -354,7 +356,7 @@ class _Worker:
         self._arm(deadline_s)
         try:
             await self._send(head, buffers)
-            _, entries = await self._receive(len(todo))
+            entries = await self._receive(len(todo))
         except ConnectionError:
             return await self._loss(deadline_s)
         finally:
@@ -380,8 +382,9 @@ class _Worker:
         for part in (head, *buffers):
             await loop.sock_sendall(self._socket, part)
 
-    async def _receive(self, num_items: int) -> tuple[int, list[list[Any]]]:
-        """The next frame. ConnectionError when the worker is lost, or sends what is no frame."""
+    async def _receive(self, num_items: int) -> list[list[Any]]:
+        """Return the entries of the next frame. ConnectionError when the worker is lost, or sends anything but the answer to the
+        present request: from then on, nothing that it sends can be told apart from an answer."""
         num_header, num_buffers = PREFIX.unpack(await self._read(PREFIX.size))
         if num_header > _MAX_HEADER_BYTES or num_buffers > _MAX_BUFFERS:
             raise self._lost(f"a frame of {num_header} bytes and {num_buffers} buffers")
@@ -390,9 +393,13 @@ class _Worker:
             raise self._lost(f"buffers of {sum(sizes)} bytes")
         parts = [await self._read(size) for size in (num_header, *sizes)]
         try:
-            return entries_of(parts[0], parts[1:])
+            request, entries = entries_of(parts[0], parts[1:])
+            lengths = [len(entry) for entry in entries]
         except (ValueError, TypeError, ProtocolError) as error:
             raise self._lost(f"a frame that cannot be read ({error})") from error
+        if request != self._request or lengths != [_ENTRY] * num_items:
+            raise self._lost(f"a frame of {len(lengths)} answers to request {request}")
+        return entries
 
     async def _read(self, num_bytes: int) -> memoryview:
         loop = asyncio.get_running_loop()

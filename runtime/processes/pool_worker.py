@@ -55,14 +55,17 @@ def main(arguments: list[str]) -> int:
     for fd in (socket_fd, note_fd):
         os.set_inheritable(fd, False)
     with socket.socket(fileno=socket_fd) as link:
+        worker = os.getpid()
         try:
             with uncollected():
                 open_function = load_reference(arguments[4], "the function of a pool")
                 function = open_function(**orjson.loads(arguments[5]))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - what it loads may raise anything; the parent reports it
+            end_if_forked(worker)
             traceback.print_exception(error)  # for the log
             _send(link, 0, [failed(error)])
             return 1
+        end_if_forked(worker)
         gc.freeze()  # what was loaded stays: it is walked neither between items nor at the end of the process
         _send(link, 0, [(None, None, None, None)])
         while (frame := _receive(link)) is not None:
@@ -99,7 +102,15 @@ def entries_of(header: Buffer, buffers: Sequence[memoryview]) -> tuple[int, list
     return request, entries
 
 
+def end_if_forked(worker: int) -> None:
+    """End this process if it is not `worker`: a child that the user's function has forked, and that has returned into our code,
+    would go on answering in the worker's place."""
+    if os.getpid() != worker:
+        os._exit(1)
+
+
 def _run(function: Callable[[Any], Any], item: Any, max_bytes: int) -> tuple[Any, ...]:
+    worker = os.getpid()
     try:
         result = function(item)
         value = result if isinstance(result, Encoded) else encode(result)
@@ -108,6 +119,8 @@ def _run(function: Callable[[Any], Any], item: Any, max_bytes: int) -> tuple[Any
             raise OutOfSpace(f"what an item returns must have at most {max_bytes} bytes, got {num_bytes}. Return less")
     except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever the function raises is this item's error
         return failed(error)
+    finally:
+        end_if_forked(worker)
     return value, None, None, None
 
 

@@ -66,6 +66,22 @@ def open_scripted(**settings):
                     if os.readlink(f"/proc/self/fd/{entry}").startswith("socket"):
                         os.write(int(entry), b"\\xff" * 100)
                 return None
+            case ["fork", how]:
+                child = os.fork()
+                if child:
+                    os.waitpid(child, 0)
+                    return "worker"
+                if how == "raise":
+                    raise LookupError("child")
+                return "child"
+            case ["answer", request]:
+                from rondo.runtime.processes.pool_worker import frame_of
+                from rondo.runtime.values import encode
+                head, _ = frame_of(request, [(encode("not what was asked"), None, None, None)])
+                for entry in [name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]:
+                    if os.readlink(f"/proc/self/fd/{entry}").startswith("socket"):
+                        os.write(int(entry), head)
+                return "late"
             case ["modules"]:
                 return [name for name in ("numpy", "torch", "pydantic", "asyncio", "decimal") if name in sys.modules]
 
@@ -73,6 +89,12 @@ def open_scripted(**settings):
 
 def open_wrong(**settings):
     raise ConfigError(f"level must be 1, got {settings['level']}. Change it")
+
+def open_forking(**settings):
+    child = os.fork()
+    if child:
+        os.waitpid(child, 0)
+    return lambda item: "child" if child == 0 else item
 
 def open_broken(**settings):
     return settings["no such setting"]
@@ -217,6 +239,27 @@ async def test_a_function_that_writes_into_our_socket_costs_the_worker(functions
     async with pool_of(functions) as pool:
         [bad] = await pool.run(items(["garble"]))
         assert bad.error == "test must return, got its process killed by SIGKILL"
+        assert await pool.run(items(["echo", 1])) == [Outcome(1)]
+
+
+async def test_a_process_that_a_function_forks_and_that_returns_into_our_loop_answers_nobody(functions: str) -> None:
+    async with pool_of(functions) as pool:
+        forked = items(["fork", "return"], ["echo", 1], ["fork", "raise"], ["echo", 2])
+        assert await pool.run(forked) == [Outcome("worker"), Outcome(1), Outcome("worker"), Outcome(2)]
+        assert await pool.run(items(["echo", 3])) == [Outcome(3)]
+    async with pool_of(functions, name="open_forking") as pool:
+        assert await pool.run(items(1, 2)) == [Outcome(1), Outcome(2)]
+
+
+@pytest.mark.parametrize("request_number", [0, 2])
+async def test_an_answer_to_another_request_costs_the_worker_and_is_nobodys(
+    functions: str, request_number: int
+) -> None:
+    async with pool_of(functions) as pool:
+        [bad] = await pool.run(items(["answer", request_number]))
+        assert bad.error == "test must return, got its process killed by SIGKILL"
+        [several] = await pool.run(items(["answer", 1]))  # the number of a worker's first request
+        assert several.value == "not what was asked"
         assert await pool.run(items(["echo", 1])) == [Outcome(1)]
 
 
