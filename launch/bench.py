@@ -15,7 +15,6 @@ import os
 import platform
 import shlex
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ import orjson
 from rondo.launch.machine import fields_of
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.formats import version_of
+from rondo.runtime.processes.guard import module_command
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -51,7 +51,7 @@ def run(name: str | None, options: Sequence[str], root: Path = ROOT) -> int:
         if not label.isidentifier():
             raise ConfigError(f"--as must be a name of letters, digits and _, got {label!r}")
     path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-m", f"benchmarks.{name}", *options]
+    command = module_command(f"benchmarks.{name}", *options)
     about, last = machine(), ""
     with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

@@ -67,7 +67,7 @@ class _Found:
 
     def add_module(self, name: str, importer: Path) -> None:
         """The module or package `name`, where it lies beside its importer or beside the config module."""
-        if name == "rondo" or (name in sys.stdlib_module_names and not _is_loaded_from(name, self.base)):
+        if name == "rondo" or name in sys.stdlib_module_names:
             return
         module, files = _beside(name, dict.fromkeys((importer.parent, self.base)))
         if module is None or _is_another(name, module):

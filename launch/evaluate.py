@@ -40,6 +40,7 @@ from rondo.roles.config import EvalConfig, EvalSet, benchmark
 from rondo.roles.config.evaluations import NAMES
 from rondo.runtime.checkpoints import MARKER, is_named
 from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.processes.guard import module_command
 from rondo.runtime.section import nearest
 from rondo.runtime.supervision.nursery import Nursery
 from rondo.runtime.supervision.orders import EXIT_DONE, EXIT_FAILED
@@ -173,7 +174,7 @@ def _weights(meant: Meant) -> Iterator[str]:
         out = Path(folder).resolve() / "hf"
         run, _ = checkpoint_of(meant.checkpoint, None)
         merged = ["--merged"] if adapters_of(run) is not None else []
-        command = [sys.executable, "-m", "rondo.launch.cli", "export", str(meant.checkpoint), str(out), *merged]
+        command = module_command("rondo.launch.cli", "export", str(meant.checkpoint), str(out), *merged)
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # torch stays out of this process
         if done.returncode:
             raise RondoError(done.stderr.strip() or f"rondo export ended with {done.returncode}")

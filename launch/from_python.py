@@ -25,11 +25,11 @@ from pprint import pformat
 from rondo.launch.config import RunConfig, resolve
 from rondo.launch.report.summary import Summary, read
 from rondo.runtime.errors import ConfigError, RondoError
-from rondo.runtime.processes.guard import die_with_parent
+from rondo.runtime.processes.guard import die_with_parent, module_command
 from rondo.runtime.section import references
 
 _TOLD = "run directory: "
-_COMMAND = (sys.executable, "-m", "rondo.launch.from_python")
+_COMMAND = module_command("rondo.launch.from_python")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,11 @@ Invariant: SGLang itself comes last, so an environment that has it is whole; a s
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.processes.guard import module_command
 
 VERSION = "0.5.23"
 """The newest that the tests have met."""
@@ -55,8 +55,8 @@ def has_sglang(python: str) -> str | None:
 
 def commands(path: Path, *, cpu: bool) -> list[Sequence[str]]:
     """The steps, each of them a command."""
-    pip = [str(path / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    made: list[Sequence[str]] = [[sys.executable, "-m", "venv", str(path)]]
+    pip = module_command("pip", "install", "--quiet", python=str(path / "bin" / "python"))
+    made: list[Sequence[str]] = [module_command("venv", str(path))]
     if not cpu:
         return [*made, [*pip, f"sglang=={VERSION}"]]
     # torch comes first and by itself, so that nothing replaces the build that this machine's index offers.

@@ -60,6 +60,7 @@ from rondo.runtime.admin.endpoint import AdminServer, listen
 from rondo.runtime.admin.openapi import QUERY
 from rondo.runtime.checkpoints import goes_on_from, newest_complete, set_aside, version_of
 from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.processes.guard import module_command
 from rondo.runtime.records import timeline
 from rondo.runtime.records.record import JsonLines
 from rondo.runtime.records.telling import PROCESS, tell_every, telling
@@ -505,7 +506,7 @@ def _by_role(counts: Mapping[str, int]) -> dict[str, int]:
 
 def _plot(run: Path) -> None:
     """Draw the curves; a run is worth its summary also without a picture."""
-    command = [sys.executable, "-m", "rondo.launch.report.plot", str(run)]
+    command = module_command("rondo.launch.report.plot", str(run))
     with at_work("draws the curves"):
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PLOT_LIMIT_S, check=False)
     lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]

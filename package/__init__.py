@@ -8,6 +8,12 @@ trained.path, trained.summary.reward_after
 
 from __future__ import annotations
 
+import sys
+
+# Of `python -m rondo...`: the working directory comes after what is installed.
+if sys.argv[0] == "-m" and not sys.flags.safe_path:
+    sys.path.append(sys.path.pop(0))
+
 from rondo.runtime.face import lazy
 
 _FACE = {"train": "rondo.launch.from_python", "Trained": "rondo.launch.from_python"}

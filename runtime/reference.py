@@ -3,8 +3,11 @@
 A run's settings travel as JSON, so a function in them travels by name. Two spellings:
 
     package.module:function        a module that every process can import
-    /path/to/file.py:function      a file; while it loads its folder comes first on the import path, as for a script, and stays
-                                   last on it for good, so that a function may import its neighbours when it is called
+    /path/to/file.py:function      a file; while it loads, files of its folder find their neighbours first, as a script does. The
+                                   folder stays last on the import path, so that a function may import them when it is called
+
+What is installed sees neither that folder nor the working directory before itself, and Python's own modules come first for
+everybody: a file `random.py` there is in nobody's way.
 
 `as_reference` makes the text from a function, `load_reference` makes the function from the text. Neither calls it. A file
 is loaded once in a process. Lambdas, closures and objects have no name that another process could find, and are refused; so
@@ -145,9 +148,11 @@ def load_reference(reference: str, what: str) -> Callable[..., Any]:
         )
     try:
         with uncollected():
-            module = (
-                load_file(str(Path(target).resolve())) if target.endswith(".py") else importlib.import_module(target)
-            )
+            if target.endswith(".py"):
+                module = load_file(str(Path(target).resolve()))
+            else:
+                with contextlib.nullcontext() if target.startswith("rondo.") else _importable(Path.cwd()):
+                    module = importlib.import_module(target)
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{what} must name a function that can be imported, got {reference!r} ({error}). "
@@ -188,8 +193,15 @@ def _load_file(path: str) -> ModuleType:
     try:
         with contextlib.nullcontext() if taken is not None else _importable(file.parent):
             spec.loader.exec_module(module)
-    except BaseException:
+    except BaseException as error:
         del sys.modules[module_name]
+        lacking = getattr(error, "obj", None) if isinstance(error, AttributeError) else None
+        name = lacking.__name__ if isinstance(lacking, ModuleType) else getattr(error, "name", None)
+        if name in sys.stdlib_module_names and (neighbour := file.parent / f"{name}.py").is_file():
+            raise ConfigError(
+                f"a module beside {file.name} must not have the name of one of Python's own, got {neighbour} where {error}. "
+                "Rename it"
+            ) from error
         raise
     return module
 
@@ -270,15 +282,34 @@ def uncollected() -> Iterator[None]:
             gc.enable()
 
 
+class _Neighbours(MetaPathFinder):
+    """Finds the modules of a folder, for importers that lie in it."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        importer: FrameType | None = sys._getframe(1)
+        while importer is not None and importer.f_globals.get("__name__", "").partition(".")[0] == "importlib":
+            importer = importer.f_back
+        if path is not None or fullname in sys.stdlib_module_names or importer is None:
+            return None
+        if not importer.f_code.co_filename.startswith(f"{self._folder}/"):
+            return None
+        return PathFinder.find_spec(fullname, [self._folder])
+
+
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
-    """Puts `folder` first on the import path for the body, as Python does for a script, and leaves it there as the last: what is
-    installed comes before it for everybody else."""
-    entry = str(folder)
-    sys.path.insert(0, entry)
+    """Lets files of `folder` find their neighbours first for the body, as Python does for a script, and leaves the folder on the
+    import path as the last: what is installed comes before it for everybody else."""
+    entry, finder = str(folder), _Neighbours(str(folder))
+    if entry not in sys.path:
+        sys.path.append(entry)
+    sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
-        sys.path.remove(entry)
-        if entry not in sys.path:
-            sys.path.append(entry)
+        sys.meta_path.remove(finder)

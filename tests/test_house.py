@@ -50,6 +50,19 @@ def imported_folders(path: Path) -> set[str]:
     return found
 
 
+def test_no_python_that_is_started_looks_for_modules_in_the_working_directory_first() -> None:
+    """`-m` stands where `-P` stands before it: in `module_command`, which all use, and in the proxy, which imports nothing."""
+    places: list[tuple[str, bool]] = []
+    for path in (path for folder in BELOW for path in sources(folder)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            parts = (
+                node.elts if isinstance(node, ast.List | ast.Tuple) else node.args if isinstance(node, ast.Call) else []
+            )
+            words = [part.value if isinstance(part, ast.Constant) else None for part in parts]
+            places += [(path.name, words[:at][-1:] == ["-P"]) for at, word in enumerate(words) if word == "-m"]
+    assert sorted(places) == [("guard.py", True), ("proxy.py", True)]
+
+
 @pytest.mark.parametrize("folder", BELOW)
 def test_imports_run_one_way(folder: str) -> None:
     wrong = {

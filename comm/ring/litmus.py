@@ -22,6 +22,7 @@ import time
 from dataclasses import dataclass
 
 from rondo.comm.ring.words import LINE_BYTES, PEEK_IS_SAFE, Words, drain, new_doorbell, ring_doorbell
+from rondo.runtime.processes.guard import module_command
 
 _HEAD, _PAYLOAD, _REPLY, _NUM_WORDS = range(4)
 _PATTERN = 0x0000_0001_0000_0001  # n * _PATTERN has equal halves: half a store would show
@@ -47,7 +48,7 @@ def litmus(num_rounds: int = 20_000, deadline_s: float = 10.0) -> Litmus:
     memory_fd = os.memfd_create("litmus", os.MFD_CLOEXEC)
     os.ftruncate(memory_fd, mmap.PAGESIZE)
     fds = (memory_fd, new_doorbell(), new_doorbell())
-    command = [sys.executable, "-m", "rondo.comm.ring.litmus", *map(str, fds), str(num_rounds), str(deadline_s)]
+    command = module_command("rondo.comm.ring.litmus", *map(str, fds), str(num_rounds), str(deadline_s))
     child = subprocess.Popen(command, pass_fds=fds)
     try:
         return _consume(*_open(*fds), num_rounds, deadline_s)

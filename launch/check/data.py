@@ -38,7 +38,7 @@ from rondo.roles.data.row_filters import Filtered
 from rondo.roles.data.sources import MADE
 from rondo.roles.data.unusable import UnusableRows
 from rondo.runtime.errors import ConfigError, RondoError
-from rondo.runtime.processes.guard import guarded
+from rondo.runtime.processes.guard import guarded, module_command
 from rondo.runtime.section import settings_at
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class Elsewhere:
     """The same look in another process, beside this one. A context manager that ends it."""
 
     def __init__(self, config: RunConfig) -> None:
-        command = guarded([sys.executable, "-m", "rondo.launch.check.data"])
+        command = guarded(module_command("rondo.launch.check.data"))
         with tempfile.TemporaryFile() as told:
             told.write(orjson.dumps(resolve(config)))
             told.seek(0)

@@ -15,7 +15,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -106,7 +105,7 @@ class Beside:
         """In this process's session, so that nobody takes it for one that the run left behind, and in a process group of its own,
         which a Ctrl-C does not reach."""
         self._log(name).parent.mkdir(exist_ok=True)
-        command = guard.guarded([sys.executable, "-m", module, str(self._run), name], deaf=True)
+        command = guard.guarded(guard.module_command(module, str(self._run), name), deaf=True)
         with self._log(name).open("ab") as log:
             return subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0,

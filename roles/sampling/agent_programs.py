@@ -17,7 +17,6 @@ import shutil
 import signal
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -28,6 +27,7 @@ from typing import Any, NamedTuple
 import orjson
 
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.processes.guard import module_command
 from rondo.runtime.processes.process import exit_text, when_over
 from rondo.runtime.processes.subreaper import END
 from rondo.runtime.waits import happens
@@ -112,7 +112,7 @@ class _Process:
     """One program, below a subreaper, in a group of its own. `ends` is set at its end, too."""
 
     def __init__(self, command: tuple[str, ...], environment: dict[str, str], ends: asyncio.Event) -> None:
-        line = [sys.executable, "-P", "-m", "rondo.runtime.processes.command", str(os.getpid()), *command]
+        line = module_command("rondo.runtime.processes.command", str(os.getpid()), *command)
         self._process = subprocess.Popen(
             line,
             stdin=subprocess.DEVNULL,

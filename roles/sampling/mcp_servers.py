@@ -26,6 +26,7 @@ from typing import Any
 import orjson
 
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.processes.guard import module_command
 from rondo.runtime.reference import in_one_line
 from rondo.runtime.values import read_json, write_json
 from rondo.runtime.waits import happens
@@ -74,8 +75,8 @@ def schemas_of(settings: Mapping[str, Mapping[str, Any]], limit_s: float) -> lis
 
 @functools.cache
 def _asked(name: str, settings: bytes, limit_s: float) -> list[dict[str, Any]]:
-    line = [sys.executable, "-P", "-m", "rondo.runtime.processes.command", str(os.getpid())]
-    line += [sys.executable, "-P", "-m", "rondo.roles.sampling.mcp_servers"]
+    own = module_command("rondo.roles.sampling.mcp_servers")
+    line = module_command("rondo.runtime.processes.command", str(os.getpid()), *own)
     try:
         ran = subprocess.run(line, input=settings, capture_output=True, timeout=limit_s, check=False)
     except subprocess.TimeoutExpired as error:
@@ -179,9 +180,9 @@ async def _connected(settings: Mapping[str, Any], broken: asyncio.Event) -> Asyn
     if settings["url"] is not None:
         transport: Any = streamable_http_client(settings["url"])
     else:
-        line = ["-P", "-m", "rondo.runtime.processes.command", str(os.getpid()), *settings["command"]]
+        program, *line = module_command("rondo.runtime.processes.command", str(os.getpid()), *settings["command"])
         variables = {**os.environ, **settings["environment"]}
-        transport = stdio_client(StdioServerParameters(command=sys.executable, args=line, env=variables))
+        transport = stdio_client(StdioServerParameters(command=program, args=line, env=variables))
     async with Client(_watched(transport, broken)) as client:
         yield client
 

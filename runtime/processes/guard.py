@@ -51,6 +51,12 @@ def die_with_parent(parent_pid: int | None = None, number: int = signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def module_command(module: str, *arguments: str, python: str | None = None) -> list[str]:
+    """Return the command that runs a module of rondo, or of another interpreter `python`. With `-P`, since a plain `-m` looks for
+    every module in the working directory first: a user's `random.py` there would be loaded as Python's own."""
+    return [python or sys.executable, "-P", "-m", module, *arguments]
+
+
 def guarded(command: Sequence[str], *, deaf: bool = False) -> list[str]:
     """`command` below the guard, with this process as parent, to be started from its main thread. By the guard's path and without
     `site`: it needs the standard library only, and starts in a tenth of the time."""

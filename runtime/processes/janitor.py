@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rondo.runtime.processes.cgroup import Cgroup
+from rondo.runtime.processes.guard import module_command
 from rondo.runtime.processes.process import end_all, scan
 
 _SWEEP_S = 30.0
@@ -31,7 +32,7 @@ class Janitor:
     def __init__(self, rt_dir: Path, cgroup: Cgroup | None = None) -> None:
         group = () if cgroup is None else (str(cgroup.path),)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rondo.runtime.processes.janitor", str(rt_dir), *group],
+            module_command("rondo.runtime.processes.janitor", str(rt_dir), *group),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -26,7 +26,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +35,7 @@ import numpy as np
 import orjson
 
 from rondo.runtime.errors import Closed, ConfigError, DeadlineExceeded, ProtocolError, WorkerDied
+from rondo.runtime.processes.guard import module_command
 from rondo.runtime.processes.pool_worker import NOTE, PREFIX, entries_of, frame_of
 from rondo.runtime.processes.process import exit_text, when_over
 from rondo.runtime.processes.subreaper import END
@@ -302,14 +302,14 @@ class _Worker:
         os.truncate(note, NOTE.size)
         with theirs:
             self._process = subprocess.Popen(
-                [
-                    sys.executable, "-u", "-m", "rondo.runtime.processes.pool_worker",
+                module_command(
+                    "rondo.runtime.processes.pool_worker",
                     str(theirs.fileno()), str(note), str(os.getpid()), str(max_bytes), *command,
-                ],
+                ),
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), note),
                 process_group=0,  # what is sent to this role's group is not meant for it; still in the role's session
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
             )  # fmt: skip
         self.pid = self._process.pid
         self._work = work

@@ -22,7 +22,6 @@ import os
 import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from pathlib import Path, PurePosixPath
 from typing import IO, Any, Literal
 
 from rondo.runtime.errors import ConfigError, Refused
+from rondo.runtime.processes.guard import module_command
 from rondo.runtime.processes.process import below, memory_bytes, when_over
 from rondo.runtime.processes.subreaper import END
 
@@ -128,7 +128,7 @@ class Sandbox:
             if isolation == "limits":
                 spec["folder"] = await stack.enter_async_context(_folder({}))
             told = stack.enter_context(_memory(json.dumps(spec).encode()))
-            line = [sys.executable, "-P", "-m", "rondo.runtime.sandbox.jail", str(os.getpid()), str(told.fileno())]
+            line = module_command("rondo.runtime.sandbox.jail", str(os.getpid()), str(told.fileno()))
             ran = await _watched(line, stdin, limits, (told.fileno(),))
             found = os.pread(told.fileno(), 1 << 16, 0)
         said = json.loads(found or b"{}")
@@ -173,7 +173,7 @@ async def _in_container(
             functools.reduce(lambda word, each: word.replace(f"{{{each}}}", told[each]), told, word)
             for word in template
         ]
-        line = [sys.executable, "-P", "-m", "rondo.runtime.processes.command", str(os.getpid()), *words, *command]
+        line = module_command("rondo.runtime.processes.command", str(os.getpid()), *words, *command)
         return await _watched(line, stdin, limits, (), cwd=folder)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rondo.runtime.processes.cgroup import Cgroup
-from rondo.runtime.processes.guard import CGROUP, guarded
+from rondo.runtime.processes.guard import CGROUP, guarded, module_command
 from rondo.runtime.supervision import proxy
 from rondo.runtime.supervision.spec import (
     ATTEMPT,
@@ -128,7 +128,7 @@ class Surroundings:
     def start_service(self, name: str, module: str, incarnation: int, attempt: int) -> subprocess.Popen[bytes]:
         """Starts a plain Python process."""
         environment = {**self.environment(name, incarnation, attempt), "OMP_NUM_THREADS": "1"}
-        return start([sys.executable, "-m", module], environment, self.log_path(name, incarnation, attempt))
+        return start(module_command(module), environment, self.log_path(name, incarnation, attempt))
 
 
 def used_incarnations(run_dir: Path) -> dict[str, int]:

@@ -323,7 +323,6 @@ def load(modules: Sequence[str]) -> None:
 
 def main() -> None:
     die_with_parent()
-    sys.path.insert(0, str(Path.cwd()))
     try:
         if sys.argv[1] == _JOB:
             job = _job(*map(int, sys.argv[2].split(",")))

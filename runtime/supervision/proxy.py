@@ -45,7 +45,7 @@ def main(path: str, roles: Sequence[str]) -> None:
             answer += chunk
     if answer.startswith(EXEC):
         os.environ[NOT_FORKED] = answer.removeprefix(EXEC).decode()
-        os.execv(sys.executable, [sys.executable, "-m", "rondo.runtime.worker.worker", *roles])
+        os.execv(sys.executable, [sys.executable, "-P", "-m", "rondo.runtime.worker.worker", *roles])
     end_as(int(answer) if answer else 1 << 8)
 
 

@@ -143,18 +143,34 @@ def test_a_run_can_begin_with_the_code_of_another_run(tmp_path: Path) -> None:
 def test_a_neighbour_with_the_name_of_an_installed_module_is_refused_where_the_code_imports_it(tmp_path: Path) -> None:
     file = project(tmp_path / "mine")
     (file.parent / "psutil.py").touch()
-    (file.parent / "antigravity.py").touch()
     take(load(file), file, tmp_path / "unused" / FOLDER)
-    for name in ("psutil", "antigravity"):
-        importing = file.with_name(f"importing_{name}.py")
-        line = f"\n\ndef other():\n    import {name}\n" if name == "psutil" else f"\n\nimport {name}\n"
-        importing.write_text(file.read_text() + line)
-        with pytest.raises(ConfigError) as caught:
-            take(load(importing), importing, tmp_path / name / FOLDER)
-        assert str(caught.value).startswith(
-            f"a module beside {importing.name} must not have the name of an installed one, got {file.parent}/{name}.py and "
-        )
-        sys.modules.pop("antigravity", None)
+    importing = file.with_name("importing_psutil.py")
+    importing.write_text(file.read_text() + "\n\ndef other():\n    import psutil\n")
+    with pytest.raises(ConfigError) as caught:
+        take(load(importing), importing, tmp_path / "taken" / FOLDER)
+    assert str(caught.value).startswith(
+        f"a module beside {importing.name} must not have the name of an installed one, got {file.parent}/psutil.py and "
+    )
+
+
+def test_a_neighbour_with_the_name_of_a_module_of_pythons_own_is_in_nobodys_way_and_is_named_where_it_was_meant(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = project(tmp_path / "mine")
+    for name in ("sched", "netrc"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        file.with_name(f"{name}.py").write_text("KEY = 1\n1 / 0\n")
+    users = file.with_name("using_sched.py")
+    users.write_text(file.read_text() + "\n\nimport sched\n\nsched.scheduler\n")
+    take(load(users), users, tmp_path / "run" / FOLDER)
+    assert not (tmp_path / "run" / FOLDER / "sched.py").exists()
+    for line in ("import netrc; netrc.KEY", "from netrc import KEY"):
+        meant = file.with_name(f"meant_{len(line)}.py")
+        meant.write_text(file.read_text() + f"\n\n{line}\n")
+        with pytest.raises(
+            ConfigError, match=rf"must not have the name of one of Python's own, got {file.parent}/netrc\.py"
+        ):
+            load(meant)
 
 
 def test_what_is_wrong_with_a_copy_is_told_of_the_users_file(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def environment(folder: Path, version: str) -> str:
 
 def test_an_environment_for_sglang_is_built_in_these_steps() -> None:
     gpu = [" ".join(command) for command in commands(Path("E"), cpu=False)]
-    assert gpu == [f"{sys.executable} -m venv E", f"E/bin/python -m pip install --quiet sglang=={VERSION}"]
+    assert gpu == [f"{sys.executable} -P -m venv E", f"E/bin/python -P -m pip install --quiet sglang=={VERSION}"]
     cpu = [list(command) for command in commands(Path("E"), cpu=True)]
     assert "--no-deps" in cpu[-1]
     lists = [Path(command[-1]).read_text() for command in cpu[2:]]

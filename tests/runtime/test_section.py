@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -136,8 +138,6 @@ def test_a_reference_to_nothing_is_told(tmp_path: Path, reference: str, text: st
 
 
 def test_a_file_can_import_its_neighbours_while_it_loads_and_when_its_functions_are_called(tmp_path: Path) -> None:
-    import sys
-
     for name in ("neighbour_of_rewards", "late_neighbour_of_rewards"):
         (tmp_path / f"{name}.py").write_text("VALUE = 3\n")
     (tmp_path / "rewards.py").write_text(
@@ -150,6 +150,31 @@ def test_a_file_can_import_its_neighbours_while_it_loads_and_when_its_functions_
         assert sys.path == [*before, str(tmp_path)]  # the last: what is installed comes before it
     finally:
         sys.path[:] = before
+
+
+def test_what_is_installed_sees_no_neighbours_of_a_file_that_loads_and_the_file_sees_them_first(tmp_path: Path) -> None:
+    installed, mine = tmp_path / "site-packages", tmp_path / "mine"
+    installed.mkdir()
+    mine.mkdir()
+    (installed / "needed_of_tests.py").write_text("WHERE = 'installed'\n")
+    (installed / "library_of_tests.py").write_text("import sched\nfrom needed_of_tests import WHERE\n")
+    for name in ("needed_of_tests", "sched", "beside_of_tests"):
+        (mine / f"{name}.py").write_text("WHERE = 'beside'\n")
+    (mine / "rewards.py").write_text(
+        "import library_of_tests, beside_of_tests\n\n\ndef where():\n"
+        "    return library_of_tests.WHERE, beside_of_tests.WHERE, library_of_tests.sched.scheduler.__name__\n"
+    )
+    code = f"""
+import sys
+sys.path.insert(0, {str(installed)!r})
+from rondo.runtime.reference import load_reference
+print(load_reference({f"{mine}/rewards.py:where"!r}, "x")(), load_reference("beside_of_tests:str", "x") is str)
+"""
+    (mine / "beside_of_tests.py").write_text("WHERE = 'beside'\nstr = str\n")
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=mine, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.stdout == "('installed', 'beside', 'scheduler') True\n", done.stderr
 
 
 WRAPPED = """

@@ -346,3 +346,18 @@ async def test_who_waits_for_workers_that_do_not_get_on_is_told(
         pool._load_deadline_s = 0.0  # they have loaded
         with pytest.raises(DeadlineExceeded, match=r"wait 'test' of 'main' for 'test workers' must end within 0\.02 s"):
             await pool.run(items(["echo", 1]))
+
+
+async def test_files_of_the_working_directory_are_imported_in_nobodys_place(
+    functions: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("random", "queue", "secrets", "socket", "orjson", "hmac"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(__file__)\n")
+    (tmp_path / "mine_of_tests.py").write_text("def opened():\n    return lambda item: [item]\n")
+    monkeypatch.chdir(tmp_path)
+    async with pool_of(functions) as pool:
+        assert await pool.run(items(["echo", 1])) == [Outcome(1)]
+    async with Pool(
+        "mine_of_tests:opened", {}, work="test", source="test", deadline_s=30.0, load_deadline_s=120.0
+    ) as pool:
+        assert await pool.run(items(1)) == [Outcome([1])]

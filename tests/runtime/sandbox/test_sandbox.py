@@ -222,7 +222,7 @@ async def test_what_the_kernel_refuses_is_said_and_limits_are_taken_instead(monk
 
 
 async def test_a_jail_that_did_not_begin_is_no_fault_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs.sys, "executable", shutil.which("false"))
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(SandboxFailed, match="its process ended with 1"):
         await Sandbox()._here("namespaces", {}, ["true"], b"", SMALL)
 
