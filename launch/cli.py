@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 _KILL_AT_STEP = 1
+_RUNS = frozenset({"demo", "train", "sft", "resume", "rerun", "replay", "eval", "serve", "view", "agents"})
+"""Verbs whose work is not what they print."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,6 +53,9 @@ class _Version(argparse.Action):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command line and returns its exit code."""
+    from rondo.runtime.records import streams
+
+    streams.guard_streams()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser, verbs = _parser()
     if arguments and not arguments[0].startswith("-") and arguments[0] not in verbs:
@@ -78,9 +83,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has left, as `head` does
-        code = EXIT_FAILED
-    _finish_stdout()
+    sys.stdout.flush()
+    cut_off = streams.ERRORS.get("stdout")
+    if code == EXIT_DONE and cut_off is not None and arguments[0] not in _RUNS:
+        if not isinstance(cut_off, BrokenPipeError):  # the reader has left, as `head` does
+            print(f"stdout must take all that is printed, got {cut_off.strerror}. Print it elsewhere", file=sys.stderr)
+        return EXIT_FAILED
     return code
 
 
@@ -106,14 +114,6 @@ def _stops_clear_up() -> Iterator[None]:
             signal.signal(each, handler)
         if heard:
             os.kill(os.getpid(), heard[0])
-
-
-def _finish_stdout() -> None:
-    """What is left goes out now: where it cannot, Python would complain at the end, with an exit code of its own."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from pprint import pformat
 
 from rondo.launch.config import RunConfig, resolve
 from rondo.launch.report.summary import Summary, read
+from rondo.launch.report.view import say
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.processes.guard import die_with_parent, module_command
 from rondo.runtime.section import references
@@ -48,7 +49,7 @@ def train(config: RunConfig | Path | str, sets: Sequence[str] = ()) -> Trained:
     with tempfile.TemporaryDirectory(prefix="rondo-settings-") as folder, tempfile.TemporaryFile("w+") as errors:
         file = written(config, Path(folder)) if isinstance(config, RunConfig) else Path(config)
         changes = [part for text in sets for part in ("--set", text)]
-        print("a process of its own looks at settings, data and model, and trains", flush=True)
+        say("a process of its own looks at settings, data and model, and trains")
         command = [*_COMMAND, str(os.getpid()), "train", str(file), "--plain", *changes]
         path, code, interrupted = _followed(
             subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
@@ -89,7 +90,7 @@ def _followed(process: subprocess.Popen[str]) -> tuple[Path | None, int, bool]:
                 for line in output:  # type: ignore[union-attr]
                     if line.startswith(_TOLD):
                         path = Path(line.removeprefix(_TOLD).partition("  admin: ")[0].strip())
-                    print(line, end="", flush=True)
+                    say(line.removesuffix("\n"))
                 return path, process.wait(), interrupted
             except KeyboardInterrupt:
                 interrupted = True

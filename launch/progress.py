@@ -17,7 +17,7 @@ from contextlib import contextmanager
 @contextmanager
 def at_work(what: str) -> Iterator[None]:
     """`what` is done in the body, which prints nothing."""
-    if not sys.stderr.isatty():
+    if sys.stderr is None or not sys.stderr.isatty():
         yield
         return
     from rich.console import Console

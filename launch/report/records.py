@@ -18,13 +18,14 @@ from rondo.runtime.records.record import read_lines
 from rondo.runtime.records.tail import Tail
 
 _NUMBER = (int, float, type(None))
+_COUNT = (int, float)
 _NUMBERS = {"": _NUMBER}
 _SHAPES: dict[str, Any] = {
-    "time": (int, float), "source": str, "kind": str, "job": str, "step": int, "reward_mean": _NUMBER, "loss": _NUMBER,
-    "num_samples": int, "num_failed": int, "skipped": int, "longest_wait_s": _NUMBER, "waits_s": _NUMBERS,
+    "time": _COUNT, "source": str, "kind": str, "job": str, "step": int, "reward_mean": _NUMBER, "loss": _NUMBER,
+    "num_samples": _COUNT, "num_failed": _COUNT, "skipped": _COUNT, "longest_wait_s": _NUMBER, "waits_s": _NUMBERS,
     "staleness_tokens": _NUMBERS, "left_out": _NUMBERS, "critic": {"step": int, "explained_variance": _NUMBER},
     "evaluation": {
-        "version": int, "label": str, "reward": _NUMBER, "num_samples": int, "num_failed": int, "figures": _NUMBERS,
+        "version": int, "label": str, "reward": _NUMBER, "num_samples": _COUNT, "num_failed": _COUNT, "figures": _NUMBERS,
         "sets": {"": _NUMBERS},
     },
 }  # fmt: skip

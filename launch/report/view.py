@@ -96,7 +96,7 @@ def open_view(
 ) -> LiveView | PlainView:
     """The live view on a terminal, plain lines elsewhere or where asked for. `on_event` of both takes the supervisor's records;
     `run` draws until it is cancelled."""
-    if plain or (console is None and not sys.stdout.isatty()):
+    if plain or (console is None and (sys.stdout is None or not sys.stdout.isatty())):
         return PlainView(num_steps)
     from rich.console import Console
 
@@ -209,7 +209,7 @@ _FIGURES = (
 
 def say(text: str) -> None:
     """Prints a line; where nobody reads it any more (`rondo train | head -1`), the run goes on, and its files tell the rest."""
-    with telling("stdout"):
+    with telling("printed lines"):
         print(text, flush=True)
 
 

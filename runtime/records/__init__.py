@@ -4,4 +4,5 @@ record         JSONL files and log lines; tail, what has come to a growing one s
 ledger         whose processes there were, over restarts of the supervisor
 timeline       what each thread did when
 telling        what only tells changes nothing
+streams        stdout and stderr, which may be closed
 """

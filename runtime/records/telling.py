@@ -50,14 +50,15 @@ class Untold:
         with self._lock:
             return dict(self._counts)
 
-    def failed(self, what: str, error: Exception) -> None:
+    def failed(self, what: str, error: Exception, *, logs: bool = True) -> None:
         with self._lock:
             num = self._counts[what] = self._counts.get(what, 0) + 1
             begins = what not in self._failing
             self._failing[what] = self._clock()
         if begins:
             why = str(error) or type(error).__name__
-            log.error("%s cannot be told from here on, the run goes on: %s", what, why, exc_info=_unforeseen(error))
+            if logs:
+                log.error("%s cannot be told from here on, the run goes on: %s", what, why, exc_info=_unforeseen(error))
             self._hear(NOT_TOLD, {"what": what, "num": num, "why": why})
 
     def worked(self, what: str) -> None:

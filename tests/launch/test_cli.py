@@ -36,6 +36,26 @@ def test_help_imports_nothing_heavy_and_names_every_verb(tmp_path: Path) -> None
         assert any(line.split()[:1] == [verb] for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("line", "code", "words"),
+    [
+        ("show --schema >&-", 0, ""),
+        ("show --schema 2>&-", 0, ""),
+        ("show --schema >/dev/full", 1, "stdout must take all that is printed, got No space left on device"),
+        ("show --schema | head -1 >/dev/null; exit ${PIPESTATUS[0]}", 1, ""),
+        ("status nowhere >&- | cat", 0, "RUN must be a run directory"),
+        ("status nowhere 2>&-", 2, ""),
+    ],
+)
+def test_a_command_whose_output_goes_nowhere_ends_with_its_code_and_without_a_traceback(
+    tmp_path: Path, line: str, code: int, words: str
+) -> None:
+    command = ["bash", "-c", f'"$0" -m rondo.launch.cli {line}', sys.executable]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+    assert done.stderr.startswith(words) and bool(done.stderr) == bool(words)
+
+
 def test_reading_a_config_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     configs.write(tmp_path)
     code = (

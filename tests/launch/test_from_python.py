@@ -78,12 +78,12 @@ def test_an_interrupt_is_handed_on_and_raised_when_the_run_has_saved(
 ) -> None:
     played(monkeypatch, "time.sleep(60)")
 
-    def interrupts(text: str, **how: object) -> None:
-        sys.stdout.write(text)
+    def interrupts(text: str) -> None:
+        sys.stdout.write(text + "\n")
         if text.startswith("run directory"):
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(from_python, "print", interrupts, raising=False)
+    monkeypatch.setattr(from_python, "say", interrupts)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored behind a shell's &
     try:
         with pytest.raises(KeyboardInterrupt):
