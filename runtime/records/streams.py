@@ -55,6 +55,7 @@ def guard_streams() -> None:
     for fd, what in ((1, "stdout"), (2, "stderr")):
         old = getattr(sys, what)
         if old is getattr(sys, f"__{what}__"):  # else somebody has put another one in its place, such as a test
-            form = (old.encoding, old.errors) if old is not None else ("utf-8", "backslashreplace")
+            encoding, errors = (old.encoding, old.errors) if old is not None else ("utf-8", "backslashreplace")
             by_line = what == "stderr" or (old is not None and (old.line_buffering or old.write_through))
-            setattr(sys, what, io.TextIOWrapper(io.BufferedWriter(_Stream(fd, what)), *form, line_buffering=by_line))
+            raw = io.BufferedWriter(_Stream(fd, what))
+            setattr(sys, what, io.TextIOWrapper(raw, encoding, errors, line_buffering=by_line))
