@@ -13,6 +13,7 @@ the coordinator. A teacher is another one of them (`teacher.py`).
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -41,6 +42,8 @@ from rondo.roles.shown import read
 from rondo.roles.streams import LIKELIEST, ROUTED, SHOWN
 from rondo.roles.training.backend import open_model
 from rondo.roles.training.group_versions import follow_together
+from rondo.roles.training.scorer_state import NONE as NO_STATE
+from rondo.roles.training.scorer_state import ScorerState
 from rondo.runtime.waits import totals, waiting
 from rondo.runtime.worker.context import WorkerContext
 
@@ -78,11 +81,13 @@ class Scorer:
         model: ModelConfig | None = None,
         top_k: int = 0,
         decay: float | None = None,
+        lasts: bool = False,
     ) -> None:
         """replay: as in the settings, "r3" of the experts that rows come with; "r2" records its own. adapts: it loads versions,
         adapters if these alone are published. model: its settings, where it is not the policy's. top_k: how many of the likeliest
         tokens it tells of. decay: its weights are an exponential moving average of versions, from those at `path` on; the average
-        is kept in float32, since a hundredth of a small step is nothing to bfloat16."""
+        is kept in float32, since a hundredth of a small step is nothing to bfloat16. lasts: a restart needs its weights, which no
+        newer version gives back."""
         config, dtype = job.config, job.config.train.dtype
         adapters = DTYPES[dtype] if adapts and config.adapts_engines else None
         if model is not None:
@@ -91,8 +96,11 @@ class Scorer:
         routing = None if replay == "off" else enable_replay(self._model)
         self._records: Routing | None = routing if replay == "r2" else None
         own = adapter_tensors(self._model) or dict(self._model.named_parameters())
-        self._decay, averaged = decay, own.values() if decay is not None else ()
-        self._means = [(here := local_part(each.detach()), here.float().clone()) for each in averaged]
+        here = {name: local_part(tensor.detach()) for name, tensor in own.items()}
+        self._decay = decay
+        self._means = {} if decay is None else {name: tensor.float().clone() for name, tensor in here.items()}
+        self._here = here if lasts or decay is not None else {}
+        self.lasting: Mapping[str, torch.Tensor] = self._means or self._here
         compute_in(self._model, config.train.dtype)
         self.version = 0
         self.mesh = mesh
@@ -106,9 +114,15 @@ class Scorer:
         """This rank's part of `tensors` (published names), which may go when it returns: all ranks have theirs (collective)."""
         load_published(self._model, tensors)
         kept = 1.0 if self._decay is None else self._decay ** max(0, version - self.version)
-        for weight, mean in self._means:
-            weight.copy_(mean.lerp_(weight.float(), 1 - kept))
+        for name, mean in self._means.items():
+            self._here[name].copy_(mean.lerp_(self._here[name].float(), 1 - kept))
         self.mesh.most(version)
+        self.version = version
+
+    def restored(self, version: int) -> None:
+        """Score with what `lasting` hold, which is the state of `version`."""
+        for name, mean in self._means.items():
+            self._here[name].copy_(mean)
         self.version = version
 
     def score(
@@ -217,7 +231,19 @@ class ForwardRole:
         top_k = taught.top_k or 0 if self.asked and taught is not None and taught.asks_policy else 0
         mesh = self._mesh(job, job.config.train.mesh.of_scorers(self._ctx.world_size))
         replay = job.config.train.router_replay if self.follows else "off"
-        return Scorer(path, job, mesh=mesh, replay=replay, adapts=self.follows, top_k=top_k)
+        lasts = self.role == "reference" and job.config.reference.refresh_every is not None
+        return Scorer(path, job, mesh=mesh, replay=replay, adapts=self.follows, top_k=top_k, lasts=lasts)
+
+    async def _restored(self, job: Job, scorer: Any) -> ScorerState | None:
+        """The state of a scorer that has one, brought back where this process or the run starts again."""
+        if not scorer.lasting:
+            return None
+        train = job.config.train
+        state = ScorerState(self._ctx, scorer, train.save_every, in_memory=train.hot_snapshot)
+        committed = (await job.bus.call("committed"))["version"]
+        if await self._ctx.compute(state.restore, NO_STATE if committed is None else committed):
+            await self._ctx.report("restored", {"role": self.role, "version": state.version})
+        return state
 
     def _mesh(self, job: Job, config: MeshConfig) -> Mesh:
         self._ctx.init_process_group(job.device)
@@ -243,14 +269,19 @@ class ForwardRole:
     async def _score_following(self, job: Job, every: int = 1) -> None:
         """Under published weights, of so many versions one."""
         scorer = await self._open(job.model_path, job)
+        state = await self._restored(job, scorer)
 
         async def install(version: int, tensors: Mapping[str, Any]) -> None:
-            await self._ctx.compute(scorer.load, version, tensors)
+            load = functools.partial(scorer.load, version, tensors)
+            await (self._ctx.compute(load) if state is None else state.load(version, load))
             self._installed.set()
 
-        async with follow_together(self._ctx, job, self.role, install, every) as first:
+        since = NO_STATE if state is None else state.version
+        async with follow_together(self._ctx, job, self.role, install, every, since) as first:
             await first.wait()
             await self._score_rounds(job, scorer)
+        if state is not None:
+            await state.save()
 
     async def _scored(self, job: Job, scorer: Any, made: Round, rows: Sequence[Any]) -> Scored:
         """The rows of a round, under weights that are new enough for those of every rank; not where a rank leaves."""

@@ -158,15 +158,21 @@ def groups_of(made: Round) -> list[int]:
 
 
 def follow(
-    ctx: WorkerContext, job: Job, role: str, install: Install, turn: Turn = nullcontext, every: int = 1
+    ctx: WorkerContext,
+    job: Job,
+    role: str,
+    install: Install,
+    turn: Turn = nullcontext,
+    every: int = 1,
+    since: int = -1,
 ) -> AbstractAsyncContextManager[asyncio.Event]:
     """Install every newly published version while the body runs; the event is set once the first one is proved. `every`: of so
-    many one, the first that comes from each multiple on.
+    many one, the first that comes from each multiple on. `since`: the version that is installed already, which sets the event.
 
     `install` gets views into the slab, verified by checksum, and must have copied them when it returns. It runs inside of `turn`,
     which is told where they lie: "slot", "attempt", "version" and "checksum".
     """
-    return following(functools.partial(_follow, ctx, job, role, install, turn, every))
+    return following(functools.partial(_follow, ctx, job, role, install, turn, every, since))
 
 
 @asynccontextmanager
@@ -182,11 +188,20 @@ async def following(follower: Callable[[asyncio.Event], Coroutine[Any, Any, None
 
 
 async def _follow(
-    ctx: WorkerContext, job: Job, role: str, install: Install, turn: Turn, every: int, first: asyncio.Event
+    ctx: WorkerContext,
+    job: Job,
+    role: str,
+    install: Install,
+    turn: Turn,
+    every: int,
+    since: int,
+    first: asyncio.Event,
 ) -> None:
     from rondo.comm.weights.slab import WeightSlab  # needs torch, which a role without weights does without
 
-    version, told, reader = -1, -1, f"{role}.{ctx.rank}"
+    version, told, reader = since, -1, f"{role}.{ctx.rank}"
+    if since >= 0:
+        first.set()
     slab: WeightSlab | None = None
     ahead: Ahead | None = None
     while True:

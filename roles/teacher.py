@@ -10,12 +10,14 @@ learnt is `algorithms/distillation.py`'s.
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 
 from rondo.comm.bus.bus import Round, Row
 from rondo.comm.bus.group import NO_VERSION
@@ -41,7 +43,7 @@ class Teachers:
 
     def __init__(self, scorers: Mapping[int, Scorer], mesh: Mesh, tokens: int) -> None:
         """tokens: that go through a model at once; a longer row does so alone."""
-        self._scorers, self._mesh, self._tokens = scorers, mesh, tokens
+        self._scorers, self.mesh, self._tokens = scorers, mesh, tokens
         self.version = 0
         self.attention = next((scorer.attention for scorer in scorers.values()), None)
 
@@ -55,10 +57,10 @@ class Teachers:
         """As `Scorer.score` (collective). A model that no rank has rows for rests."""
         found: dict[int, np.ndarray] = {}
         compared: dict[int, tuple[np.ndarray, np.ndarray]] = {}
-        [stopping] = self._mesh.most(stops)
+        [stopping] = self.mesh.most(stops)
         for number, scorer in self._scorers.items():
             parts = self._cut(rows, [at for at, (teacher, *_) in enumerate(rows) if teacher == number])
-            [num_parts] = self._mesh.most(len(parts))
+            [num_parts] = self.mesh.most(len(parts))
             for mine in parts + [[]] * (num_parts - len(parts)):
                 ids = [told for at in mine if (told := rows[at][2]) is not None]
                 scored = scorer.score([rows[at][1] for at in mine], ids=ids)
@@ -84,6 +86,22 @@ class Teachers:
         """A version of the policy for these of them (collective)."""
         for number in numbers:
             self._scorers[number].load(version, tensors)
+        self.version = version
+
+    @property
+    def lasting(self) -> Mapping[str, torch.Tensor]:
+        """The averages, by the place of their teacher and the name of a tensor."""
+        return {
+            f"{number}.{name}": tensor
+            for number, scorer in self._scorers.items()
+            for name, tensor in scorer.lasting.items()
+        }
+
+    def restored(self, version: int) -> None:
+        for scorer in self._scorers.values():
+            if scorer.lasting:
+                scorer.restored(version)
+        self.version = version
 
 
 class TeacherRole(ForwardRole):
@@ -180,11 +198,20 @@ class TeacherRole(ForwardRole):
             for servers in self._servers.values():
                 await stack.enter_async_context(servers)
             scorer = await self._open(path, job)
+            state = await self._restored(job, scorer)
 
             async def install(version: int, tensors: Mapping[str, Any]) -> None:
-                await self._ctx.compute(scorer.load, version, tensors, follows)
+                load = functools.partial(scorer.load, version, tensors, follows)
+                await (self._ctx.compute(load) if state is None else state.load(version, load))
 
             if follows:
-                first = await stack.enter_async_context(follow_together(self._ctx, job, self.role, install))
+                # One that follows and has no state needs a version first.
+                every_has_state = all(teacher.decay is not None for teacher in named if teacher.follows)
+                since = state.version if state is not None and every_has_state else -1
+                first = await stack.enter_async_context(
+                    follow_together(self._ctx, job, self.role, install, since=since)
+                )
                 await first.wait()
             await self._score_rounds(job, scorer)
+        if state is not None:
+            await state.save()

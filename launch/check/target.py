@@ -211,6 +211,8 @@ def segment_bytes(
     versions = version_bytes(config, num_parameters, shape, processes)
     if config.train.hot_snapshot:
         found["hot snapshots"] = _SNAPSHOTS * sum(versions.values())
+        if scorers := _lasting_bytes(config, num_parameters, processes):
+            found["averaged teachers, refreshed references"] = _SNAPSHOTS * scorers
     if config.train.save_every is not None:
         found["checkpoint being written"] = sum(versions.values())
     trains = config.group_of("actor")
@@ -223,6 +225,22 @@ def segment_bytes(
         longest = group_bytes(config, sampled_bytes(config, routed_bytes(config, shape)))
         found["one step of the longest samples"] = config.rollout.prompts_per_step * longest
     return found
+
+
+def _lasting_bytes(config: RunConfig, num_parameters: int, processes: Mapping[str, int]) -> int:
+    """Of the weights of all scorers that no newer version of the policy gives back (`roles/training/scorer_state.py`)."""
+
+    def replicas(role: str) -> int:
+        return sum(
+            processes.get(group.name, 0) // group.processes for group in config.role_groups if role in group.roles
+        )
+
+    teachers = {} if config.distillation is None else config.distillation.named()
+    averages = sum(teacher.decay is not None for teacher in teachers.values())
+    refreshed = config.reference.refresh_every is not None
+    return num_parameters * (
+        4 * averages * replicas("teacher") + WIDTHS[config.train.dtype] * refreshed * replicas("reference")
+    )
 
 
 def version_bytes(

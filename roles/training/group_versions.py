@@ -24,12 +24,14 @@ from rondo.runtime.worker.context import WorkerContext
 
 @asynccontextmanager
 async def follow_together(
-    ctx: WorkerContext, job: Job, role: str, install: Install, every: int = 1
+    ctx: WorkerContext, job: Job, role: str, install: Install, every: int = 1, since: int = -1
 ) -> AsyncIterator[asyncio.Event]:
     """As `follow`, on every rank of the group, which enter and leave together. `install` returns when all ranks have copied."""
     name = f"weights of {role}"
     if ctx.rank:
         first = asyncio.Event()
+        if since >= 0:
+            first.set()
         async with asyncio.TaskGroup() as tasks:  # left when the first rank has said that no more come
             tasks.create_task(_behind_the_first(ctx, job, name, install, first))
             yield first
@@ -42,7 +44,7 @@ async def follow_together(
             yield
 
     try:
-        async with follow(ctx, job, role, install, turn, every) as first:
+        async with follow(ctx, job, role, install, turn, every, since) as first:
             yield first
             await installing.acquire()  # what is begun is ended on all ranks, and nothing else begins
     except* Stopping:

@@ -115,6 +115,17 @@ def test_a_teacher_that_is_an_average_moves_by_a_part_of_each_version_and_keeps_
     scorer.load(3, published)  # of a trainer that went back
     moved(150)
 
+    again = Teachers({1: Scorer(str(tmp_path), made, mesh=Mesh(), adapts=True, decay=0.99)}, Mesh(), tokens=100)
+    for name, tensor in again.lasting.items():
+        tensor.copy_(scorer.lasting[name.removeprefix("1.")])
+    again.restored(150)
+    before, scorer = own, again._scorers[1]
+    own = adapter_tensors(scorer._model) or dict(scorer._model.named_parameters())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in own.items())
+    moved(150)
+    again.load(151, published, [1])
+    moved(151)
+
 
 @pytest.mark.parametrize(("policy", "decay"), [("average", None), ("current", 0.9), (None, 0.9)])
 def test_an_average_has_a_decay_and_nothing_else_has(policy: Any, decay: float | None) -> None:
