@@ -70,9 +70,9 @@ def demonstrations(num_rows: int = 15360, seed: int = 1) -> list[dict[str, str]]
     return rows
 
 
-def right(response: str, label: str, *, prompt: str, metadata: dict[str, object], turns: list[str]) -> float:
+def right(response: str, label: str, *, prompt: str, metadata: dict[str, object]) -> float:
     """1 where the last thing that the policy says is the sum."""
-    return float(turns[-1].rstrip(".") == label)
+    return float(response.rstrip(".") == label)
 
 
 config = RunConfig(

@@ -137,11 +137,10 @@ def demonstrations(num_rows: int = 7200) -> list[dict[str, Any]]:
     return made
 
 
-def looked(response: str, label: str, *, prompt: Any, metadata: dict[str, Any], turns: list[str]) -> dict[str, float]:
+def looked(response: str, label: str, *, turns: list[dict[str, str]]) -> dict[str, float]:
     """DeepEyes' reward."""
-    *looks, answer = turns
-    right, is_digit = float(answer == label), len(answer) == 1 and answer.isdigit()
-    return {"accuracy": right, "format": is_digit - 1.0, "tool": right * bool(looks)}
+    right, is_digit = float(response == label), len(response) == 1 and response.isdigit()
+    return {"accuracy": right, "format": is_digit - 1.0, "tool": right * (len(turns) > 1)}
 
 
 config = RunConfig(

@@ -119,7 +119,13 @@ def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[],
                 if reward.per == "response":
                     tried = [(row, [answer]) for row, answers in tried for answer in answers]
                 for row, answers in tried:
-                    asked = [RewardItem(each, row.label, row.prompt, row.metadata, turns=[each]) for each in answers]
+                    asked = [
+                        RewardItem(
+                            each, row.label, row.prompt, row.metadata, turns=[{"role": "assistant", "content": each}],
+                            transcript=each, columns=row.columns,
+                        )
+                        for each in answers
+                    ]  # fmt: skip
                     results = await pool.score(asked)
                     places = [f"the answer {answer!r} to {row.name}" for answer in answers]
                     found += zip(places, results, strict=True)

@@ -81,7 +81,7 @@ def try_judge(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
         load_s = config.supervision.load_s
         async with Genrm(tried, lambda: (), config.seed, deadline_s=reward.deadline_s, load_deadline_s=load_s) as asked:
             for at, row in enumerate(rows):
-                items = [RewardItem("", row.label, row.prompt, row.metadata)] * number
+                items = [RewardItem("", row.label, row.prompt, row.metadata, columns=row.columns)] * number
                 question = await asked.question(items)
                 if question.error is not None:
                     raise ConfigError(f"genrm must make a question of {row.name}, got {question.brief}. Correct it")

@@ -157,7 +157,7 @@ class DataConfig(Section):
     margin: str | None = None
     """Of pairs for a reward model: column with how far apart the rewards of a pair are to be, at least 0."""
     metadata: str | None = None
-    """Column with a dict that the reward function gets as `metadata`."""
+    """Column with a dict that the reward function gets as `metadata`; it gets other columns by their names."""
     media_columns: dict[Kind, str] = Field(default_factory=dict)
     """Image, audio or video -> column with one or a list of them: path, URL, data URI, bytes, or Hugging Face's Image and
     Audio. They take the places of <image>, <audio> and <video> in the prompt; of text without these, the beginning."""
@@ -405,14 +405,14 @@ class RewardConfig(Section):
     """One of the hub's by its name (docs/rewards.md has them), or a function of your own. Several, by names of yours, are
     components that `components` weighs; with `by` each row has one of them.
 
-    `def reward(response: str, label, *, prompt, metadata) -> float | dict`; a dict holds "score" and what to log. It
-    may ask for `finish_reason`, `num_tokens` and `max_new_tokens` by name too. An `async def` is awaited in the rollout process,
-    for all responses beside each other."""
+    `def reward(response: str, label, *, prompt, metadata) -> float | dict`; a dict holds "score" and what to log. It gets what it
+    has parameters for: columns of the data, `finish_reason`, `num_tokens`, `max_new_tokens`, `turns` and `transcript` too. An
+    `async def` is awaited in the rollout process, for all responses beside each other."""
     per: Literal["response", "group"] = "response"
     """'group': the function is given a list of the responses of a whole prompt group, and lists of what it asks for, and returns
     a list of as many scores. What fails there fails for all of them."""
     by: str | None = None
-    """What in a row's metadata names its function; "*" is the name of that of all other rows."""
+    """What in a row's metadata, or which of its columns, names its function; "*" is the name of that of all other rows."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further parameters of the functions, by name: each is given those that it has."""
     components: dict[str, float] = Field(default_factory=dict)

@@ -87,11 +87,11 @@ class GenrmConfig(JudgeConfig):
     """What one question is about. 'group': all responses of a prompt group; its answer has a number for each. 'pair': two of
     them; its answer says how much better the first is, 0 to 1, and a response gets the mean of its pairs."""
     prompt: str | None = None
-    """The question as text, with places {prompt}, {label}, {metadata} and {response}; per group {responses}, which numbers them;
-    per pair {first} and {second}. A brace is written twice."""
+    """The question as text, with places {prompt}, {label}, {metadata}, {response} and {transcript}, all turns of a sample; per
+    group {responses}, which numbers them; per pair {first} and {second}. A brace is written twice."""
     template: FunctionRef | None = None
     """Or `def template(response, label, *, prompt, metadata) -> str | list[dict]`: text or chat messages, which may hold images
-    where the judge takes them. Per group and per pair it is given a list of responses."""
+    where the judge takes them. Per group and per pair it is given a list of responses. It may have parameters as a reward has."""
     system: str | None = None
     """Text of a system message in front of a question that has none."""
     choices: dict[str, float] = Field(default_factory=dict)
@@ -157,7 +157,7 @@ class GenrmConfig(JudgeConfig):
     def _places_are_there(self) -> Iterator[str]:
         if self.prompt is None:
             return
-        known = {"prompt", "label", "metadata", *PLACES[self.per]}
+        known = {"prompt", "label", "metadata", *PLACES[self.per], *(["transcript"] if self.per == "response" else [])}
         try:
             used = {
                 field.partition(".")[0].partition("[")[0]
@@ -172,7 +172,7 @@ class GenrmConfig(JudgeConfig):
                 f"genrm.prompt must name none but the places {', '.join(sorted(known))} of genrm.per {self.per!r}, got "
                 f"{{{unknown[0]}}}. Correct it, or write a brace that is text twice"
             )
-        elif missing := [name for name in PLACES[self.per] if name not in used]:
+        elif missing := [name for name in PLACES[self.per] if name not in used and "transcript" not in used]:
             yield f"genrm.prompt must have the place {{{missing[0]}}} with genrm.per {self.per!r}, got none. Add it"
 
     def _verdicts_fit(self) -> Iterator[str]:

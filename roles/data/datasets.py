@@ -17,9 +17,10 @@ import itertools
 import logging
 import math
 import random
+from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 from rondo.models.media.refs import MediaRef
 from rondo.roles.data.cursor import Balance, Mixture, Order, held_out_rows
@@ -64,6 +65,11 @@ class Row:
     """Of several sources: the one that it is of."""
     columns: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """All columns of the row as the source has them, by their names there."""
+
+    def named(self, data: DataConfig) -> Mapping[str, Any]:
+        """Return its columns, what its metadata hold, and its prompt and label as they were read, by name."""
+        read = {data.prompt: self.prompt} | ({} if data.label is None else {data.label: self.label})
+        return ChainMap(read, self.metadata, cast(Any, self.columns))
 
 
 class Rows(Protocol):

@@ -65,6 +65,8 @@ class UserFunction(Pool):
         self._closed = False
         self.is_mixed = False
         """Of several functions, some plain and some async: all run in the processes, one after another."""
+        self.takes: frozenset[str] | None = frozenset()
+        """Names of its parameters, beside the first ones; None where it takes any."""
 
     async def start(self) -> None:
         """Loads it in processes, so that one that cannot be loaded harms nobody; an async one here, too, and these end.
@@ -79,8 +81,9 @@ class UserFunction(Pool):
             raise ConfigError(
                 f"{self._source} must load without ending its process, got {told.brief}. Look at what it does while it loads"
             )
-        self.is_mixed = told.value is None
-        if told.value:
+        is_async, self.takes = told.value
+        self.is_mixed = is_async is None
+        if is_async:
             name, settings = self._opens
             self._here = await asyncio.to_thread(load_reference(name, self._source), **settings)
             await super().close()

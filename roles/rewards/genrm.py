@@ -200,7 +200,8 @@ class Genrm:
 
     async def question(self, items: Sequence[RewardItem]) -> Outcome:
         """The messages that ask about these responses."""
-        item = encoded_of(items[0], [ASK, [each.response for each in items]])
+        asked = [ASK, [each.response for each in items]]
+        item = await encoded_of(items, asked, self._functions.takes, together=self.config.per != "response")
         return (await self._functions.run([item]))[0] if isinstance(item, Encoded) else item
 
     async def read(self, text: str, number: int) -> Outcome:

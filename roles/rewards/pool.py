@@ -30,9 +30,9 @@ from rondo.runtime.values import Encoded, encode
 
 @dataclass(frozen=True, slots=True)
 class RewardItem:
-    """One response to score. `label` and `metadata` come from the data set and reach the function as they are. How the response
-    ended (one of `FINISHES`), its tokens, their limit, the texts of its turns and whether the prompt opened a thought reach one
-    that asks for them by name (`worker.ASKED_FOR`)."""
+    """One sample to score. `response` is what the policy said last; `label` and `metadata` come from the data set and reach the
+    function as they are. How the sample ended (one of `FINISHES`), its tokens, their limit, its messages behind the prompt, all
+    of it as one text, and columns of its row reach a function with parameters for them (`worker.ASKED_FOR`)."""
 
     response: str
     label: Any = None
@@ -41,8 +41,10 @@ class RewardItem:
     finish_reason: str = "stop"
     num_tokens: int = 1
     max_new_tokens: int = 1
-    turns: Sequence[str] = ()
+    turns: Sequence[Mapping[str, Any]] = ()
+    transcript: str = ""
     in_thought: bool | None = None
+    columns: Mapping[str, Any] = field(default_factory=dict)
     tools: Sequence[Any] = ()
     """Those of the row, for a judge that is shown the prompt as the policy was."""
     media: Sequence[MediaRef] = ()
@@ -152,7 +154,7 @@ class RewardPool:
         return results
 
     async def _score_each(self, function: UserFunction, items: Sequence[RewardItem]) -> list[RewardResult]:
-        encoded = [encoded_of(item, [item.response], [getattr(item, name) for name in ASKED_FOR]) for item in items]
+        encoded = [await encoded_of([item], [item.response], function.takes) for item in items]
         outcomes = iter(await function.run([item for item in encoded if isinstance(item, Encoded)]))
         found = (next(outcomes) if isinstance(item, Encoded) else item for item in encoded)
         return [_result(outcome, None if outcome.error is not None else outcome.value) for outcome in found]
@@ -161,8 +163,7 @@ class RewardPool:
         """Of the samples of one prompt, whose label, prompt and metadata are the same."""
         if not items:
             return []
-        told = [[getattr(item, name) for item in items] for name in ASKED_FOR]
-        encoded = encoded_of(items[0], [[item.response for item in items]], told)
+        encoded = await encoded_of(items, [[item.response for item in items]], function.takes, together=True)
         [outcome] = await function.run([encoded]) if isinstance(encoded, Encoded) else [encoded]
         if outcome.error is None and len(outcome.value) != len(items):
             text = (
@@ -215,13 +216,31 @@ def _result(outcome: Outcome, scored: Sequence[Any] | None) -> RewardResult:
     return RewardResult(score, details, outcome.error, outcome.timed_out, outcome.brief)
 
 
-def encoded_of(item: RewardItem, before: list[Any], *behind: list[Any]) -> Encoded | Outcome:
-    """What travels to the function, or the outcome that says why it cannot."""
+async def encoded_of(
+    items: Sequence[RewardItem], before: list[Any], takes: frozenset[str] | None, *, together: bool = False
+) -> Encoded | Outcome:
+    """Return what travels to a function with parameters of these names, of samples of one prompt, or the outcome that says why it
+    cannot. `together`: what differs between the samples is a list."""
+    item, told = items[0], [name for name in ASKED_FOR if takes is None or name in takes]
+    more = {name: [getattr(each, name) for each in items] for name in told}
+    wanted = [name for name in item.columns if (takes is None or name in takes) and name not in (*told, "prompt")]
+    columns = await asyncio.to_thread(lambda: {name: item.columns[name] for name in wanted}) if wanted else {}
+    if not together:
+        more = {name: value for name, [value] in more.items()}
+    named = {"label": item.label, "prompt": item.prompt, "metadata": item.metadata}
     try:
-        return encode([*before, item.label, item.prompt, item.metadata, *behind])
+        return encode([*before, *named.values(), columns | more, list(item.columns)])
     except TypeError:
-        problem = problem_of({"prompt": item.prompt, "label": item.label, "metadata": item.metadata})
+        problem = problem_of(named)
+    unfit = {name: why for name in columns if (why := problem_of({f"column {name!r}": columns[name]}))}
+    if problem is None and takes is not None:
+        problem = next(iter(unfit.values()))
+    if problem is not None:
         return Outcome(error=problem, brief=problem)
+    fit = {
+        name: value for name, value in columns.items() if name not in unfit
+    }  # of a function that takes whatever there is
+    return encode([*before, *named.values(), fit | more, list(item.columns)])
 
 
 def problem_of(values: Mapping[str, Any]) -> str | None:

@@ -4,7 +4,8 @@ Owns what is called of them and how their results become one. Does not own how e
 (`reward.components`). Imports the standard library and orjson.
 
     together({"right": math, "form": tags}, ...)   ->   {"right": 1.0, "form": 0.0, "right.said": "72"}
-    chosen({"gsm8k": gsm8k, "*": math}, "data_source")   ->   what gsm8k returns, where metadata["data_source"] is "gsm8k"
+    chosen({"gsm8k": gsm8k, "*": math}, "data_source")   ->   what gsm8k returns, where the metadata or the row's column
+                                                              "data_source" is "gsm8k"
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ def together(calls: Mapping[str, Call], per_group: bool) -> Call:
 
 
 def chosen(calls: Mapping[str, Call], by: str) -> Call:
-    """What the function returns that `metadata[by]` names."""
+    """What the function returns that `metadata[by]` names, or else the column `by`."""
 
     def call(item: list[Any]) -> Any:
-        name = (item[3] or {}).get(by)
+        name = (item[3] or {}).get(by, item[4].get(by))
         reward = calls.get(name, calls.get(OTHERWISE)) if isinstance(name, str) else calls.get(OTHERWISE)
         if reward is None:
             raise RewardError(

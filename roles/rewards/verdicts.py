@@ -4,7 +4,7 @@ Owns how the user's functions of both are called, and the built-in forms of them
 do (`function.py`); asks nobody (`genrm.py`). Imports the standard library and orjson, and what the user's module imports.
 
     opened = open_verdicts(prompt="Is {response} right?", choices={"yes": 1.0, "no": 0.0})
-    opened.call([ASK, ["42"], label, prompt, metadata])         # [{"role": "user", "content": "Is 42 right?"}]
+    opened.call([ASK, ["42"], label, prompt, metadata, {}, []])  # [{"role": "user", "content": "Is 42 right?"}]
     opened.call([READ, "It is. Yes.", 1])                       # [[1.0, {}]]
 
 Invariant: an answer has a score for each response that it is about, or it is an error, which says what was missing.
@@ -21,7 +21,7 @@ from typing import Any
 import orjson
 
 from rondo.roles.rewards.scores import RewardError, scored_group
-from rondo.roles.rewards.worker import Opened
+from rondo.roles.rewards.worker import Opened, by_name
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 from rondo.runtime.values import Encoded, encode
@@ -46,7 +46,7 @@ def open_verdicts(
     components: Mapping[str, float] = MappingProxyType({}),
 ) -> Opened:
     """As `GenrmConfig` has them. ConfigError for a function that cannot be called so."""
-    asks = _formatted(prompt, per) if template is None else _called(template, per)
+    asks, takes = _formatted(prompt, per) if template is None else _called(template, per)
     reads = _reader(choices, tag, bounds, None if parse is None else _plain(parse, "genrm.parse"), per)
 
     def call(item: Sequence[Any]) -> Encoded:
@@ -63,38 +63,26 @@ def open_verdicts(
             raise RewardError(f"a judge must score each of {number} responses, got {len(values)} in {_end_of(text)!r}")
         return scored_group(values, components)
 
-    return Opened(call, lambda found: found, False)
+    return Opened(call, lambda found: found, False, takes)
 
 
-def _formatted(prompt: str | None, per: str) -> Callable[..., str]:
-    def ask(responses: list[str], label: Any, given: Any, metadata: Any) -> str:
+def _formatted(prompt: str | None, per: str) -> tuple[Callable[..., str], frozenset[str]]:
+    def ask(responses: list[str], label: Any, given: Any, metadata: Any, more: dict[str, Any], _: list[str]) -> str:
         assert prompt is not None
-        places = {"prompt": text_of(given), "label": label, "metadata": metadata}
+        places = {**more, "prompt": text_of(given), "label": label, "metadata": metadata}
         if per == "group":
             places["responses"] = "\n\n".join(f"[{at}]\n{each}" for at, each in enumerate(responses, 1))
         else:
             places |= zip(("first", "second") if per == "pair" else ("response",), responses, strict=True)
         return prompt.format_map(places)
 
-    return ask
+    return ask, frozenset({"transcript"} if per == "response" else ())
 
 
-def _called(template: str, per: str) -> Callable[..., Any]:
-    function = _plain(template, "genrm.template")
-    try:
-        inspect.signature(function).bind("", "", prompt="", metadata={})
-    except TypeError as error:
-        one = "response" if per == "response" else "responses"
-        raise ConfigError(
-            f"genrm.template must take ({one}, label, *, prompt, metadata), got {template} ({error}). Change its parameters"
-        ) from error
-    except ValueError:
-        pass  # a builtin without a signature
-
-    def ask(responses: list[str], label: Any, given: Any, metadata: Any) -> Any:
-        return function(responses[0] if per == "response" else responses, label, prompt=given, metadata=metadata)
-
-    return ask
+def _called(template: str, per: str) -> tuple[Callable[..., Any], frozenset[str] | None]:
+    function, one = _plain(template, "genrm.template"), per == "response"
+    call, _, takes = by_name(function, template, "genrm.template", "response" if one else "responses")
+    return lambda responses, *rest: call(responses[0] if one else responses, *rest), takes
 
 
 def _plain(reference: str, setting: str) -> Callable[..., Any]:

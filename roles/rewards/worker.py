@@ -5,11 +5,11 @@ Owns loading the function, and how it is called. Does not own what its result mu
 the standard library and orjson, and what the user's module imports.
 
     score = in_worker("rondo.roles.rewards.worker:open_function", {"function": "rewards.py:exact"})
-    score(["1234", "1234", "s3142>", {}, ["stop", 5, 64, ["1234"], False]])      # [1.0, {}]: score, details
+    score(["1234", "1234", "s3142>", {}, {"num_tokens": 5}, ["prompt", "label"]])      # [1.0, {}]: score, details
 
-A function is called with response, label, prompt and metadata, and with those of `ASKED_FOR` that are among its parameters. One
-over a whole prompt group is called with the responses of all its samples in the place of one, and lists in those of `ASKED_FOR`;
-it returns as many scores.
+A function is called with response and label, and by name with what it has parameters for of prompt, metadata, `ASKED_FOR` and
+the columns of the row. One over a whole prompt group is called with the responses of all its samples in the place of one, and
+lists in those of `ASKED_FOR`; it returns as many scores.
 """
 
 from __future__ import annotations
@@ -20,32 +20,36 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from rondo.roles.rewards.scores import scored, scored_group
+from rondo.roles.rewards.scores import RewardError, scored, scored_group
 from rondo.roles.rewards.several import chosen, together
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import load_reference
 from rondo.runtime.values import Encoded, encode
 
-ASKED_FOR = ("finish_reason", "num_tokens", "max_new_tokens", "turns", "in_thought")
-"""What a function may ask for by name: how the response ended ("stop", "length" or "aborted"), its tokens, their limit, a list
-of what the policy said in each turn, and whether the prompt, as the policy got it, opened a thought (None: not known)."""
+ASKED_FOR = ("finish_reason", "num_tokens", "max_new_tokens", "turns", "transcript", "in_thought")
+"""What a function may have parameters for: how the sample ended ("stop", "length" or "aborted"), its tokens, their limit, its
+messages as dicts with role and content, all of it as one text, and whether what stands in front of the response opened a thought
+(None: not known)."""
+_KNOWN = frozenset({"prompt", "metadata", *ASKED_FOR})
 IS_ASYNC = "is it async?"
 
 
 class Opened(NamedTuple):
     """A function of the user's: `call` gives it an item, and returns what it returns; `check` makes of that what travels, or
-    raises what is wrong with it. `is_async` is None of several of which some are."""
+    raises what is wrong with it. `is_async` is None of several of which some are. `takes`: names that its parameters have, beside
+    the first ones; None where it takes any."""
 
     call: Callable[[Any], Any]
     check: Callable[[Any], Encoded]
     is_async: bool | None
+    takes: frozenset[str] | None = frozenset()
 
 
 def in_worker(
     open_function: str, settings: Mapping[str, Any], sandbox: Mapping[str, Any] = MappingProxyType({})
 ) -> Callable[[Any], Encoded]:
     """What a process of the user's function runs on an item, and waits for where that is to be awaited. The item `IS_ASYNC` asks
-    whether the function is to be awaited at all. `sandbox`: settings of that of this process."""
+    whether the function is to be awaited at all, and what it takes. `sandbox`: settings of that of this process."""
     if sandbox:
         from rondo.runtime.sandbox.sandbox import use  # and with it asyncio
 
@@ -54,7 +58,7 @@ def in_worker(
 
     def run(item: Any) -> Encoded:
         if item == IS_ASYNC:
-            return encode(opened.is_async)
+            return encode([opened.is_async, opened.takes])
         value = opened.call(item)
         return opened.check(_loop().run_until_complete(value) if hasattr(value, "__await__") else value)
 
@@ -89,22 +93,25 @@ def open_function(
             return 0.0 if per == "response" else [0.0] * len(item[0])
 
         call = chosen(dict.fromkeys(parts, nothing) | calls, by)
-    if unknown := args.keys() - {name for part in parts.values() for name in part.taken}:
+    if unknown := args.keys() - {name for part in parts.values() for name in part.own}:
         raise ConfigError(
             f"reward.args must name parameters of reward.function, got {', '.join(sorted(unknown))}. Correct the name, or add "
             "the parameter"
         )
     check = functools.partial(scored if per == "response" else scored_group, components=components)
     asyncs = {part.is_async for name, part in parts.items() if name in calls}
-    return Opened(call, check, asyncs.pop() if len(asyncs) == 1 else None)
+    takes = [part.takes for name, part in parts.items() if name in calls]
+    every = None if None in takes else frozenset([by] if by else []).union(*filter(None, takes))
+    return Opened(call, check, asyncs.pop() if len(asyncs) == 1 else None, every)
 
 
 class _Part(NamedTuple):
-    """One function of the user's; `taken`: those of `reward.args` that it is given."""
+    """One function of the user's; `own`: the names of `reward.args` that it takes; `takes` as of `Opened`."""
 
     call: Callable[[list[Any]], Any]
     is_async: bool
-    taken: frozenset[str]
+    own: frozenset[str]
+    takes: frozenset[str] | None
 
 
 def _open_one(function: str, per: str, args: Mapping[str, Any]) -> _Part:
@@ -113,34 +120,67 @@ def _open_one(function: str, per: str, args: Mapping[str, Any]) -> _Part:
         raise ConfigError(
             f"reward.function must be a function, got the class {function}. Give it a `def` that makes or uses an object of it"
         )
-    names: list[str] = []
-    own: dict[str, Any] = {}
-    try:
-        signature = inspect.signature(reward)
-        names = [name for name in ASKED_FOR if _takes(signature, name)]
-        own = {name: value for name, value in args.items() if _takes(signature, name)}
-        signature.bind("", "", prompt="", metadata={}, **dict.fromkeys(names), **own)
-    except TypeError as error:
-        raise ConfigError(
-            f"reward.function must take ({per if per == 'response' else 'responses'}, label, *, prompt, metadata), got "
-            f"{function} ({error}). Change its parameters, or give them in reward.args"
-        ) from error
-    except ValueError:
-        pass  # a builtin without a signature
+    first = "response" if per == "response" else "responses"
+    call, own, takes = by_name(reward, function, "reward.function", first, args)
 
     def score(item: list[Any]) -> Any:
-        response, label, prompt, metadata, told = item
-        more = {name: value for name, value in zip(ASKED_FOR, told, strict=True) if name in names}
-        return reward(response, label, prompt=prompt, metadata=metadata, **more, **own)
+        return call(item[0], *item[1:])
 
-    return _Part(score, inspect.iscoroutinefunction(reward), frozenset(own))
+    return _Part(score, inspect.iscoroutinefunction(reward), frozenset(own), takes)
 
 
-def _takes(signature: inspect.Signature, name: str) -> bool:
-    """Whether a parameter takes an argument of this name."""
-    by_name = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    kinds = {each.name: each.kind for each in signature.parameters.values()}
-    return kinds.get(name) in by_name or inspect.Parameter.VAR_KEYWORD in kinds.values()
+def by_name(
+    function: Callable[..., Any], name: str, setting: str, first: str, args: Mapping[str, Any] | None = None
+) -> tuple[Callable[..., Any], frozenset[str], frozenset[str] | None]:
+    """Return a call of (response, label, prompt, metadata, other arguments by name, names of the row's columns) that passes a
+    function of the user's those that it has parameters for, with the names of `args` that it takes, and all names that it takes.
+    ConfigError where it cannot be called so. Parameters of a reward with a name are set in `args` alone."""
+    kind, is_ours = inspect.Parameter, name.startswith("rondo.roles.rewards.hub:")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without one
+        signature = inspect.signature(lambda response, label, *, prompt, metadata: None)
+    parameters = list(signature.parameters.values())
+    positional = [each for each in parameters if each.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)][:2]
+    named = {
+        each.name: each
+        for each in parameters[len(positional) :]
+        if each.kind in (kind.KEYWORD_ONLY, kind.POSITIONAL_OR_KEYWORD)
+    }
+    takes_all = any(each.kind is kind.VAR_KEYWORD for each in parameters)
+
+    def takes(key: str) -> bool:
+        return key in named or (takes_all and key not in [each.name for each in positional])
+
+    own = {key: value for key, value in (args or {}).items() if takes(key)}
+    wanted = {key for key in named if not is_ours or key in _KNOWN}
+    required = [key for key in wanted - own.keys() if named[key].default is kind.empty]
+    try:
+        signature.bind("", "", **dict.fromkeys(required), **own)
+    except TypeError as error:
+        raise ConfigError(
+            f"{setting} must take ({first}, label, *, prompt, metadata), got {name} ({error}). Change its parameters"
+            f"{'' if args is None else ', or give them in reward.args'}"
+        ) from error
+
+    def call(response: Any, label: Any, prompt: Any, metadata: Any, more: dict[str, Any], columns: list[str]) -> Any:
+        if metadata or not isinstance(more.get("metadata"), dict):
+            more = more | {"metadata": metadata}
+        given = {
+            key: value
+            for key, value in (more | {"prompt": prompt}).items()
+            if key in wanted or (takes_all and takes(key))
+        } | own
+        if missing := sorted(set(required) - given.keys()):
+            from rondo.runtime.section import nearest
+
+            raise RewardError(
+                f"{setting} must have parameters that the columns of the data have, got {missing[0]!r} of {name}. "
+                + nearest(missing[0], sorted({*columns, *_KNOWN}))
+            )
+        return function(response, label, **given)
+
+    return call, frozenset(own), None if takes_all else frozenset(wanted)
 
 
 @functools.cache

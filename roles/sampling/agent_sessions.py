@@ -38,7 +38,7 @@ from rondo.roles.serve.spans import Span
 from rondo.roles.serve.trajectory import Trajectories
 from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.errors import ConfigError, RondoError
-from rondo.runtime.values import decode
+from rondo.runtime.values import decode, read_json
 
 _NAMES = ("temperature", "top_p", "top_k")
 _WORDS = 2048
@@ -137,6 +137,14 @@ class Sessions:
             place = int(np.flatnonzero(last.completion.policy_versions != NO_VERSION)[-1])
             found[-1] = replace(last, rewards=((place, session.worth[0]),))
         return tuple(found)
+
+    def turns(self, session: Session) -> list[dict[str, Any]]:
+        """Return the messages of its newest call from the policy's first reply on, for reward functions; none without a chat."""
+        newest = self.trajectories.calls(session.name)[-1]
+        written = [*(newest.messages() or ()), *([] if newest.reply is None else [orjson.Fragment(newest.reply)])]
+        messages: list[dict[str, Any]] = read_json(orjson.dumps(written))
+        first = next((at for at, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
+        return [message | {"content": message.get("content") or ""} for message in messages[first:]]
 
     def _end(self, session: Session) -> None:
         session.over = True

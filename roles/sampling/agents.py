@@ -25,6 +25,7 @@ from rondo.roles.config import AgentConfig, JobConfig
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.engines.engine import Engine
 from rondo.roles.engines.stops import Stops
+from rondo.roles.rewards.pool import problem_of
 from rondo.roles.sampling.agent_programs import Played, Told, play
 from rondo.roles.sampling.agent_sessions import Session, Sessions, Worth
 from rondo.roles.sampling.environments import EnvironmentStats
@@ -115,7 +116,7 @@ class Agents:
         with context.elsewhere():
             async with self._places:
                 with sessions.opened(client, number, context.limits) as session:
-                    told, began = self._told(session, row, context), time.monotonic()
+                    told, began = await asyncio.to_thread(self._told, session, row, context), time.monotonic()
                     if self._settings.command:
                         played = await play(
                             self._settings.command,
@@ -131,12 +132,13 @@ class Agents:
                     error, worth = self._judged(session, played, sessions)
                     self._count(time.monotonic() - began, error, played.late)
                     rows = sessions.ended(session)
+                    turns = sessions.turns(session) if rows else []
         if session.fault is not None:
             raise session.fault
         if not rows and not error:
             error = "the agent must be answered at least once, got no call that was"
         reward, details = (None, {}) if worth is None or error else worth
-        context.done(Made(number, rows or (unsaid(context.prompt),), reward, error, details))
+        context.done(Made(number, rows or (unsaid(context.prompt),), reward, error, details, turns))
 
     async def _elsewhere(self, session: Session, told: Told, sessions: Sessions) -> Played:
         """Waits for somebody to take the sample, and to say that it is over."""
@@ -169,8 +171,8 @@ class Agents:
         self._stats = EnvironmentStats(had.steps + 1, had.seconds + spent_s, had.errors + failed, had.timeouts + late)
 
     def _told(self, session: Session, row: Row, context: Context) -> Told:
-        data, limits = self._config.data, session.limits
-        named = {**row.metadata, data.prompt: row.prompt, **({} if data.label is None else {data.label: row.label})}
+        limits, named = session.limits, row.named(self._config.data)
+        named = {name: value for name, value in named.items() if problem_of({name: value}) is None}
         told = {name: getattr(limits, name) for name in Limits.__slots__ if name not in ("max_s", "max_turn_bytes")}
         told["deadline_s"] = self._settings.deadline_s
         return Told(session.name, session.key, self._config.name, as_json(named), told, context.evaluates)

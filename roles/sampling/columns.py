@@ -86,12 +86,12 @@ def loss_mask(completion: Completion, oldest: int = 0) -> np.ndarray:
     return (completion.policy_versions >= oldest).astype(np.uint8)
 
 
-def turns_of(completion: Completion) -> list[np.ndarray]:
-    """The tokens of each turn of the policy, int32 [R], without what was said between them."""
+def pieces_of(completion: Completion) -> list[tuple[np.ndarray, bool]]:
+    """(tokens, int32 [R], whether the policy sampled them) of its turns and of what was said between them, in their order."""
     sampled = completion.policy_versions != NO_VERSION
     cuts = np.flatnonzero(np.diff(sampled)) + 1
     pieces = zip(np.split(completion.tokens, cuts), np.split(sampled, cuts), strict=True)
-    return [tokens for tokens, own in pieces if own[:1].all() and len(own)]
+    return [(tokens, bool(own[0])) for tokens, own in pieces if len(own)]
 
 
 def turn_rewards(row: SampleRow) -> np.ndarray:

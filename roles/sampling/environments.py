@@ -20,7 +20,8 @@ An episode whose replica dies, or whose run is stopped, goes on at the next hold
         def restore(self, state): ...                  # in the place of reset and of the calls before
 
 One without `step` has its public methods as tools, as in TRL's `environment_factory`, beside those of the settings. What a tool
-raises is said to the policy as its answer. The attribute `reward`, where it is there at the end, is what the sample is worth.
+raises is said to the policy as its answer. What `get_reward` returns at the end, or the attribute `reward` holds, is what the
+sample is worth.
 
 Owns that protocol, the turns between policy and environment, and statistics. Does not own tokens and budgets (`episode.py`) or
 tools as such (`tools.py`).
@@ -146,7 +147,7 @@ class Environments:
         async with self._environment(context) as environment:
             past = _Past(self, environment, context, episode)
             if (reset := getattr(environment, "reset", None)) is not None:
-                columns = self._columns(row, reset)
+                columns = await asyncio.to_thread(self._columns, row, reset)
                 said = await past.answer(functools.partial(self._call, context, self._name, reset, **columns))
                 await self._begin(said, context, episode)
             told = over = False
@@ -167,9 +168,15 @@ class Environments:
                 if said and not over:
                     await self._say(context, episode, said)
             await past.restored()
-            reward = getattr(environment, "reward", None)
-            if reward is not None and episode.num_turns and not told:
+            if episode.num_turns and not told and (reward := await self._reward(environment, context)) is not None:
                 episode.reward(_number(reward))
+
+    async def _reward(self, environment: Any, context: Context) -> Any:
+        """What an environment says at the end that its sample is worth, None where it does not."""
+        if (get_reward := getattr(environment, "get_reward", None)) is not None:
+            return await self._call(context, self._name, get_reward)
+        reward = getattr(environment, "reward", None)
+        return None if callable(reward) else reward
 
     async def _begin(self, said: Any, context: Context, episode: Episode) -> None:
         """What an environment says at the beginning stands at the end of the prompt, in the same message where that is text."""
@@ -343,12 +350,12 @@ class Environments:
 
     def _columns(self, row: Row, reset: Callable[..., Any]) -> dict[str, Any]:
         """Of a row, as the user's data name them, those that `reset` has parameters for; what it does to them no sibling sees."""
-        data, function = self._config.data, getattr(reset, "__func__", reset)
+        function = getattr(reset, "__func__", reset)
         parameters = [*signature_of(function).parameters.values()][function is not reset :]  # without self
         every = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
         taken = {each.name for each in parameters}
-        named = {**row.metadata, data.prompt: row.prompt, **({} if data.label is None else {data.label: row.label})}
-        return copy.deepcopy({name: value for name, value in named.items() if every or name in taken})
+        named = row.named(self._config.data)
+        return copy.deepcopy({name: named[name] for name in named if every or name in taken})
 
     def _count(self, name: str, seconds: float = 0.0, *, steps: int = 1, errors: int = 0, timeouts: int = 0) -> None:
         had = self._stats.setdefault(name, [0, 0.0, 0, 0])

@@ -88,13 +88,14 @@ class SampleRow:
 @dataclass(frozen=True, slots=True)
 class Made:
     """A sample that is whole, in one row or several. With an `error` it gets no reward; with a `reward`, of which `details` are
-    told, no other."""
+    told, no other. `turns`: its messages behind the prompt, where more than its tokens is known."""
 
     number: int
     rows: tuple[SampleRow, ...]
     reward: float | None = None
     error: str | None = None
     details: Mapping[str, Any] = field(default_factory=dict)
+    turns: Sequence[Message] = ()
 
     @property
     def last(self) -> Completion:
@@ -201,6 +202,8 @@ class _Shared:
     further: Callable[[], None]
     look: Look | None
     rows: list[_Row] = field(default_factory=list)
+    turns: list[tuple[str, Callable[[], str]]] = field(default_factory=list)
+    """(role, content) of what was said behind the prompt, over all rows, as it came."""
     num_turns: int = 0
 
 
@@ -268,6 +271,7 @@ class Episode:
         closed = done.finish_reason == "stop" and len(tokens) and int(tokens[-1]) in row.request.params.stop_token_ids
         written = _Written(shared.tokenizer, tokens[:-1] if closed else tokens)
         row.reply.append(written)
+        shared.turns.append(("assistant", functools.partial(written, skip_special_tokens=True)))
         return Turn(tokens, done.finish_reason, written)
 
     async def say(self, said: str | Sequence[Message]) -> None:
@@ -282,6 +286,8 @@ class Episode:
         shared.further()
         if self.over:
             return
+        messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+        shared.turns += [(str(each["role"]), functools.partial(_text_of, each.get("content"))) for each in messages]
         if isinstance(said, str):
             row.answered()
             row.heard = np.concatenate([row.heard, await self._encoded(said)])
@@ -350,7 +356,11 @@ class Episode:
         found = [SampleRow(row.request.prompt, self._whole(row), tuple(row.rewards), _answered(row)) for row in rows]
         worth = [value for row in rows for _, value in row.rewards]
         found = found or [unsaid(self._shared.root.prompt)]
-        return Made(self.number, tuple(found), sum(worth) if worth and error is None else None, error)
+        said = self._shared.turns
+        while said and said[-1][0] != "assistant":  # nobody has answered it
+            said.pop()
+        turns = [{"role": role, "content": content()} for role, content in said] if len(said) > 1 else ()
+        return Made(self.number, tuple(found), sum(worth) if worth and error is None else None, error, turns=turns)
 
     def _whole(self, row: _Row) -> Completion:
         assert row.done is not None
@@ -467,6 +477,12 @@ async def _beside(function: Callable[..., T], *args: Any, size: int, **keywords:
 def _size(messages: Sequence[Message]) -> int:
     """Of what is said, in characters: media are as long as can be."""
     return sum(len(text) if isinstance(text := each.get("content"), str) else _SHORT + 1 for each in messages)
+
+
+def _text_of(content: Any) -> str:
+    """The text of a message, media left out."""
+    parts = [{"text": content}] if isinstance(content, str) else content or ()
+    return "".join(str(part.get("text", "")) for part in parts)
 
 
 def unsaid(prompt: np.ndarray) -> SampleRow:

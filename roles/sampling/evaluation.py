@@ -39,7 +39,7 @@ from rondo.roles.engines.engine import Completion, Engine, Request, SamplingPara
 from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.rewards.hub.named import ends_in_thought
 from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
-from rondo.roles.sampling.columns import finish_of, turns_of
+from rondo.roles.sampling.columns import finish_of, pieces_of
 from rondo.roles.sampling.episode import Limits, Made
 from rondo.roles.sampling.single_turn import single_turn
 from rondo.roles.sampling.workflow import Client, Context, Workflow
@@ -349,15 +349,31 @@ def told_error(row: Row, number: int, error: str | None) -> str:
 
 
 def _item_of(tokenizer: Any, row: Row, made: Made, max_new_tokens: int, refs: Sequence[MediaRef]) -> RewardItem:
-    """What the reward function is told of one sample."""
+    """What the reward function is told of one sample. Without its messages these are its tokens as text."""
     done = made.last
-    text = tokenizer.decode(done.tokens.tolist(), skip_special_tokens=True)
-    turns = [turn for each in made.rows for turn in turns_of(each.completion)]
-    texts = [tokenizer.decode(turn.tolist(), skip_special_tokens=True) for turn in turns] if len(turns) > 1 else [text]
-    if not turns:  # its one token nobody said
-        text, texts = "", [""]
-    size = len(done.tokens)
+
+    @functools.cache
+    def decoded(tokens: bytes) -> str:
+        text: str = tokenizer.decode(np.frombuffer(tokens, done.tokens.dtype).tolist(), skip_special_tokens=True)
+        return text
+
+    def text_of(tokens: np.ndarray) -> str:
+        return decoded(tokens.tobytes())
+
+    own = pieces_of(done)
+    at = max((number for number, (_, sampled) in enumerate(own) if sampled), default=0)
+    answer = own[at][0] if own[at][1] else done.tokens[:0]  # none where nobody said its one token
+    before = [made.rows[-1].prompt, *(tokens for tokens, _ in own[:at])]
+    every = [each for row in made.rows for each in pieces_of(row.completion)]
+    turns = [dict(each) for each in made.turns] or [
+        {
+            "role": "assistant" if sampled or len(every) == 1 else "user",
+            "content": text_of(tokens) if len(answer) else "",
+        }
+        for tokens, sampled in every
+    ]
     return RewardItem(
-        text, row.label, row.prompt, row.metadata, finish_of(done), size, max_new_tokens, texts,
-        ends_in_thought(tokenizer.decode(made.rows[-1].prompt[-_PROMPT_END:].tolist())), row.tools, refs,
+        text_of(answer), row.label, row.prompt, row.metadata, finish_of(done), len(done.tokens), max_new_tokens, turns,
+        text_of(done.tokens) if len(answer) else "",
+        ends_in_thought(tokenizer.decode(np.concatenate(before)[-_PROMPT_END:].tolist())), row.columns, row.tools, refs,
     )  # fmt: skip

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Settings = TypeVar("Settings", bound="JobConfig")
 SETTING = "rollout.environment"
-NO_TOOLS = ("reset", "close", "snapshot", "restore")
+NO_TOOLS = ("reset", "get_reward", "close", "snapshot", "restore")
 """Methods of an environment that are the run's to call."""
 _MARK = "<tool_call>"
 _AS_FILE = {**dict.fromkeys(("CMYK", "HSV", "LAB", "RGBX", "YCbCr"), "RGB"), "La": "LA", "PA": "RGBA", "RGBa": "RGBA"}
@@ -74,11 +74,26 @@ def _distinct(schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def methods_of(factory: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    """The tools of an environment by name: the public methods of its class, unless it has a `step`. They are bound to nothing,
-    for their signatures alone."""
-    names = [] if hasattr(factory, "step") or not inspect.isclass(factory) else dir(factory)
-    own = {name: getattr(factory, name) for name in names if not name.startswith("_") and name not in NO_TOOLS}
-    return {name: types.MethodType(each, object()) for name, each in own.items() if inspect.isfunction(each)}
+    """Return the tools of an environment by name: the public methods of its class, unless it has a `step`; of a function's, which
+    is called once for that, those of what it returns. They are bound to nothing, for their signatures alone."""
+    try:
+        made = None if inspect.isclass(factory) or inspect.iscoroutinefunction(factory) else factory()
+    except Exception as error:
+        raise ConfigError(
+            f"{SETTING}.factory must make an environment, got {in_one_line(error)}. See what it needs"
+        ) from error
+    kind = factory if made is None else type(made)
+    if made is not None and hasattr(made, "close") and not inspect.iscoroutinefunction(made.close):
+        made.close()
+    if hasattr(kind, "step") or not inspect.isclass(kind):
+        return {}
+    members = {name: inspect.getattr_static(kind, name) for name in dir(kind)}
+    return {
+        name: getattr(kind, name) if isinstance(member, classmethod) else types.MethodType(member, object())
+        for name, member in members.items()
+        if not name.startswith("_") and name not in NO_TOOLS
+        if isinstance(member, classmethod) or inspect.isfunction(member)
+    }
 
 
 def schemas(config: JobConfig) -> list[dict[str, Any]]:
@@ -89,7 +104,6 @@ def schemas(config: JobConfig) -> list[dict[str, Any]]:
     tools = [load_reference(each, f"{SETTING}.tools") for each in environment.tools]
     if environment.factory is not None:
         factory = load_reference(environment.factory, f"{SETTING}.factory")
-        tools += methods_of(factory).values()
         try:
             inspect.signature(factory).bind()
         except TypeError as error:
@@ -97,6 +111,7 @@ def schemas(config: JobConfig) -> list[dict[str, Any]]:
                 f"{SETTING}.factory must be called without arguments, got {environment.factory} ({error}). Give its parameters "
                 "defaults"
             ) from error
+        tools += methods_of(factory).values()
         if hasattr(factory, "snapshot") != hasattr(factory, "restore"):
             raise ConfigError(
                 f"{SETTING}.factory must have both `snapshot` and `restore`, or neither, got one of them in "

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,7 +194,8 @@ async def test_a_group_is_scored_in_order(functions: str) -> None:
 
 
 async def test_a_function_is_told_how_a_response_ended_where_it_asks_by_name(functions: str) -> None:
-    item = RewardItem("x", "y", "p", {"m": 1}, "length", 7, 64, turns=["a", "b"])
+    turns = [{"role": "assistant", "content": "x"}]
+    item = RewardItem("x", "y", "p", {"m": 1}, "length", 7, 64, turns, "all of x")
     for name, told in (
         ("asks", ["length", 7]),
         (
@@ -204,13 +206,70 @@ async def test_a_function_is_told_how_a_response_ended_where_it_asks_by_name(fun
                 "finish_reason": "length",
                 "num_tokens": 7,
                 "max_new_tokens": 64,
-                "turns": ["a", "b"],
+                "turns": turns,
+                "transcript": "all of x",
+                "in_thought": None,
             },
         ),
     ):
         async with pool_of(functions, name) as pool:
             (result,) = await pool.score([item])
         assert result.details == {"told": told}
+
+
+COLUMNS = {
+    "label": "y", "question": "p", "level": 3, "extra_info": {"split": "train"}, "made": object(), "metadata": {"m": 2}
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parameters", "given"),
+    [
+        ("response, label, level", {"level": 3}),
+        ("response, label, *, prompt, metadata, level, none=7", {"level": 3, "none": 7}),
+        ("answer, label, level=0, *, extra_info", {"level": 3, "extra_info": {"split": "train"}}),
+        ("response, question, *, label", {"label": "y"}),
+        ("response, label, metadata", {"metadata": {"m": 2}}),
+        (
+            "response, label, **rest",
+            {"rest": {
+                "question": "p", "level": 3, "extra_info": {"split": "train"}, "metadata": {"m": 2}, "prompt": "p",
+                "finish_reason": "stop", "num_tokens": 1, "max_new_tokens": 1, "turns": (), "transcript": "", "in_thought": None,
+            }},
+        ),
+    ],
+)  # fmt: skip
+async def test_a_function_gets_the_columns_that_it_has_parameters_for(
+    tmp_path: Path, parameters: str, given: dict[str, Any]
+) -> None:
+    (tmp_path / "f.py").write_text(f"def f({parameters}):\n    return {{'score': 1, 'given': locals()}}\n")
+    async with pool_of(str(tmp_path / "f.py"), "f") as pool:
+        [result] = await pool.score([RewardItem("x", "y", "p", columns=COLUMNS)])
+    assert result.error is None
+    assert {name: result.details["given"][name] for name in given} == given
+
+
+async def test_a_function_over_a_group_gets_each_column_once(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text(
+        "def f(responses, label, *, level, transcript):\n"
+        "    return [{'score': 1, 'given': (level, each)} for each in transcript]\n"
+    )
+    async with RewardPool(f"{tmp_path}/f.py:f", per="group", deadline_s=300.0, load_deadline_s=120) as pool:
+        results = await pool.score([RewardItem("x", transcript=each, columns=COLUMNS) for each in "ab"])
+    assert [each.details["given"] for each in results] == [(3, "a"), (3, "b")]
+
+
+async def test_a_parameter_that_is_no_column_is_an_error_that_names_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "f.py").write_text(
+        "def f(response, label, *, levle):\n    return 1\ndef g(response, label, *, made): return 1\n"
+    )
+    async with pool_of(str(tmp_path / "f.py"), "f") as pool:
+        [result] = await pool.score([RewardItem("x", columns=COLUMNS)])
+    assert "got 'levle' of" in (result.brief or "")
+    assert "Did you mean 'level'?" in (result.brief or "")
+    async with pool_of(str(tmp_path / "f.py"), "g") as pool:
+        [result] = await pool.score([RewardItem("x", columns=COLUMNS)])
+    assert (result.brief or "").startswith("column 'made' must be of a type that travels")
 
 
 async def test_an_empty_group_has_no_results(functions: str) -> None:

@@ -51,7 +51,7 @@ def score(
 ) -> Any:
     config = RewardConfig(function=function, **settings)
     given = config.model_dump(include={"function", "per", "components", "by", "args"})
-    item = [response, "72", "6 * 12", metadata or {}, told or ["stop", 2, 64, [], None]]
+    item = [response, "72", "6 * 12", metadata or {}, told or {"num_tokens": 2, "max_new_tokens": 64}, []]
     return decode(orjson.loads(in_worker(OPEN, given)(item).text))
 
 
@@ -79,6 +79,8 @@ def test_a_row_has_the_function_that_its_metadata_names_or_the_one_for_all_other
     assert score("72", functions, {"source": "long"}, by="source") == [0.5, {}]
     assert score("71", functions | {"*": right}, {"source": "new"}, by="source") == [0.0, {"said": "71"}]
     assert score("71", functions | {"*": right}, {}, by="source") == [0.0, {"said": "71"}]
+    assert score("72", functions, told={"source": "exact"}, by="source") == [1.0, {"said": "72"}]  # a column
+    assert open_function({"exact": f"{HERE}:right"}, by="source").takes >= {"source"}
     for metadata in ({}, {"source": "new"}, {"source": ["exact"]}):
         with pytest.raises(
             RewardError, match=r"metadata\['source'\] must name one of reward\.function, exact, long, got"
@@ -95,7 +97,7 @@ def test_functions_that_wait_for_others_do_so_beside_plain_ones_in_the_process_o
 
 def test_over_a_group_each_function_scores_every_response() -> None:
     weights = {"ranks": 1.0, "again": 10.0}
-    told = [["stop"] * 2, [1, 1], [64, 64], [[], []], [None] * 2]
+    told = {"num_tokens": [1, 1], "max_new_tokens": [64, 64]}
     found = score(["b", "a"], {"ranks": ranks, "again": ranks}, told=told, per="group", components=weights)
     assert found == [[11.0, {"ranks": 1.0, "again": 1.0}], [0.0, {"ranks": 0.0, "again": 0.0}]]
     with pytest.raises(RewardError, match="each return one score a response, got 2 of ranks, 1 of again"):

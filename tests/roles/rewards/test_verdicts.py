@@ -18,7 +18,7 @@ CHAT = [{"role": "system", "content": "Add."}, {"role": "user", "content": [{"ty
 
 def asked(responses: list[str], prompt: Any = "1+1", **settings: Any) -> list[dict[str, Any]]:
     opened = open_verdicts(**{"choices": YES_NO} | settings)
-    found: list[dict[str, Any]] = orjson.loads(opened.call([ASK, responses, "2", prompt, {"level": 3}]).text)
+    found: list[dict[str, Any]] = orjson.loads(opened.call([ASK, responses, "2", prompt, {"level": 3}, {}, []]).text)
     return found
 
 
@@ -61,14 +61,14 @@ def test_a_question_is_a_format_or_what_a_function_makes() -> None:
 )
 def test_a_format_has_places(per: str, responses: list[str], form: str, said: str) -> None:
     opened = open_verdicts(per=per, prompt=form, tag="score")
-    [message] = orjson.loads(opened.call([ASK, responses, "2", "1+1", {"level": 3}]).text)
+    [message] = orjson.loads(opened.call([ASK, responses, "2", "1+1", {"level": 3}, {"transcript": "all"}, []]).text)
     assert message == {"role": "user", "content": said}
 
 
 def test_a_prompt_of_messages_is_shown_as_text() -> None:
     for prompt, said in ((CHAT, "system: Add.\nuser: 1+1"), (CHAT[1:], "1+1")):
         [message] = orjson.loads(
-            open_verdicts(prompt="{prompt}", choices=YES_NO).call([ASK, [""], "", prompt, {}]).text
+            open_verdicts(prompt="{prompt}", choices=YES_NO).call([ASK, [""], "", prompt, {}, {}, []]).text
         )
         assert message["content"] == said
 

@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,6 +27,7 @@ from rondo.roles.config import JobConfig
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.engines.engine import Completion, Request, SamplingParams
 from rondo.roles.engines.stops import Stops, whole_sample
+from rondo.roles.rewards.pool import RewardResult
 from rondo.roles.sampling.agent_sessions import Session, Sessions
 from rondo.roles.sampling.agents import Agents
 from rondo.roles.sampling.environments import EnvironmentStats
@@ -232,6 +233,7 @@ talk = [{{"role": "user", "content": row["question"] + str(row["level"])}}]
 talk.append(chat(talk))
 talk.append({{"role": "user", "content": row["answer"]}})
 chat(talk)
+assert row["more"] == [1], row
 limits = json.loads(os.environ["RONDO_LIMITS"])
 assert limits == {{"max_new_tokens": 256, "max_tokens": 384, "max_turns": None, "max_rows": 1, "deadline_s": 600.0}}, limits
 assert os.environ["TMPDIR"] == os.path.dirname(os.environ["RONDO_OUTPUT"]) and os.environ["RONDO_EVALUATES"] == "0"
@@ -240,7 +242,8 @@ assert status == 200, told
 sys.exit(7)
 """
     config = job(sys.executable, "-S", "-c", code)
-    async with opened(config, tmp_path, lambda prompt: f"said {prompt.count('assistant')}") as at:
+    row_with_more = replace(ROW, columns={"more": [1], "unfit": object()})
+    async with opened(config, tmp_path, lambda prompt: f"said {prompt.count('assistant')}", row=row_with_more) as at:
         [made] = await made_by(at)
         stats = at.agents.stats()["agent"]
     assert made.error is None and made.reward == 0.5, "once it has told its worth, how it ends says nothing"
@@ -261,6 +264,16 @@ sys.exit(7)
     ]
     assert len({each.seed for each in at.engine.asked}) == 2
     assert (stats.steps, stats.errors, stats.timeouts) == (1, 0, 0) and left(tmp_path) == []
+    assert made.turns == [reply("said 1"), user("3"), reply("said 2")]
+    items = list[Any]()
+
+    async def score(given: Any) -> Any:
+        items.extend(given)
+        return [RewardResult(0.0)] * len(given)
+
+    pool = cast(Any, SimpleNamespace(score=score))
+    await scored(pool, TOKENIZER, ROW, [replace(made, reward=None)], 8)
+    assert [(each.response, each.turns) for each in items] == [("said 2", made.turns)]
 
 
 async def test_the_agent_of_the_example_adds_in_two_calls_and_says_how_well(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import json
 import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rondo.roles.rewards.worker import in_worker
 from rondo.roles.sampling.columns import columns_of, loss_mask
 from rondo.roles.sampling.environments import Environments, EnvironmentStats, Step
 from rondo.roles.sampling.episode import Made
-from rondo.roles.sampling.evaluation import limits_of
+from rondo.roles.sampling.evaluation import limits_of, scored
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.tools import parts_of, with_tools
 from rondo.roles.sampling.workflow import Client, Context
@@ -471,6 +472,79 @@ async def test_a_class_with_tools_for_methods_runs_unchanged() -> None:
     [made] = found.made
     assert made.error is None and made.reward == 1.0 and len(made.rows) == 1
     assert (found.stats["Wordle"].steps, found.stats["Wordle"].errors) == (3, 1)
+
+
+class Increment:
+    """Written as TRL's documentation shows an environment whose task lies in the data."""
+
+    def reset(self, target: int, **kwargs: Any) -> None:
+        self.counter = 0
+        self.target = target
+        self.given = kwargs
+
+    def get_reward(self) -> float:
+        return float(self.counter == self.target and self.given == {"question": "Play.", "answer": "3", "level": 2})
+
+    def increment(self, step: int) -> int:
+        """
+        Increment the internal counter.
+
+        Args:
+            step: Value to add to the counter.
+
+        Returns:
+            The updated counter value.
+        """
+        self.counter += step
+        return self.counter
+
+
+class Judged(Increment):
+    async def get_reward(self) -> float:  # type: ignore[override]
+        return super().get_reward() / 2
+
+    @staticmethod
+    def helper() -> None: ...
+
+
+def make_increment() -> Increment:
+    return Increment()
+
+
+@pytest.mark.parametrize(("factory", "reward"), [(Increment, 1.0), (Judged, 0.5), (make_increment, 1.0)])
+async def test_an_environment_of_trl_gets_all_columns_and_says_its_reward(
+    factory: Any, reward: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {"question": "Play.", "answer": "3", "target": 5}
+    monkeypatch.setitem(globals(), "ROW", replace(ROW, columns=columns))
+    found = await played(job(factory=factory), call("increment", '{"step": 2}'), call("increment", '{"step": 3}'), "5.")
+    assert "Value to add to the counter." in found.prompts[0]
+    assert '"name": "get_reward"' not in found.prompts[0] and '"name": "helper"' not in found.prompts[0]
+    assert "<|im_start|>tool\n5<|im_end|>" in found.prompts[2]
+    assert [(made.error, made.reward) for made in found.made] == [(None, reward)]
+
+
+async def test_a_reward_is_given_the_final_answer_and_beside_it_all_turns() -> None:
+    first, last = "Hm." + call("add", '{"a": 1, "b": 2}'), "It is 3."
+    found = await played(job(tools=[add]), first, last)
+    items = []
+
+    class Pool:
+        async def score(self, given: Any) -> Any:
+            items.extend(given)
+            return [RewardResult(0.0)] * len(given)
+
+    await scored(Pool(), TOKENIZER, ROW, found.made, 8)  # type: ignore[arg-type]
+    [item] = items
+    assert (item.response, item.in_thought) == (last, False)
+    assert item.turns == [
+        {"role": "assistant", "content": first}, {"role": "tool", "content": "3"}, {"role": "assistant", "content": last}
+    ]  # fmt: skip
+    assert item.transcript == f"{first}\ntool\n3\nassistant\n{last}"
+    bare = [replace(made, turns=()) for made in found.made]  # as a workflow of one's own makes them
+    await scored(Pool(), TOKENIZER, ROW, bare, 8)  # type: ignore[arg-type]
+    assert items[1].response == last
+    assert [turn["role"] for turn in items[1].turns] == ["assistant", "user", "assistant"]
 
 
 class Slow:

@@ -18,7 +18,7 @@ from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.prompts import render_prompt
 from rondo.roles.engines.engine import Completion, Request, SamplingParams
 from rondo.roles.rewards.pool import RewardResult
-from rondo.roles.sampling.columns import loss_mask, turn_rewards, turns_of, with_score
+from rondo.roles.sampling.columns import loss_mask, pieces_of, turn_rewards, with_score
 from rondo.roles.sampling.episode import Episode, Limits, Made, Turn
 from rondo.roles.sampling.evaluation import scored
 from rondo.roles.sampling.workflow import Client, Context
@@ -105,7 +105,7 @@ def check_trained(made: Made, said: list[Asked]) -> None:
         whole, mask, first = np.concatenate([row.prompt, done.tokens]), loss_mask(done), len(row.prompt)
         assert not done.log_probs[mask == 0].any() and (done.policy_versions[mask == 0] == NO_VERSION).all()
         at = 0
-        for turn in turns_of(done):
+        for turn in (tokens for tokens, sampled in pieces_of(done) if sampled):
             at += int(np.argmax(mask[at:]))
             # Two turns that nothing was said between lie behind each other.
             end = at + len(turn)
@@ -269,7 +269,7 @@ async def test_a_sample_that_nobody_said_anything_of_is_scored_as_no_text_and_ha
             return [RewardResult(0.0)]
 
     await scored(pool := Pool(), TOKENIZERS["plain"], ROW, [made], 8)  # type: ignore[arg-type]
-    assert [(each.response, each.turns) for each in pool.items] == [("", [""])]
+    assert [(each.response, each.turns) for each in pool.items] == [("", [{"role": "assistant", "content": ""}])]
 
 
 Play = Callable[[Episode], Awaitable[object]]

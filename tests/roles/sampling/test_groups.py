@@ -48,7 +48,9 @@ class Scored(Groups):
         self.rows = cast(
             Any,
             SimpleNamespace(
-                row=lambda _: SimpleNamespace(name="row 9", label=None, prompt="p", metadata={}, tools=(), media=())
+                row=lambda _: SimpleNamespace(
+                    name="row 9", label=None, prompt="p", metadata={}, columns={}, tools=(), media=()
+                )
             ),
         )
         self._by_number, self._before = dict(rewards), {number: asyncio.Event() for number in rewards}

@@ -85,8 +85,7 @@ def test_code_in_a_thought_is_not_run() -> None:
 
 def test_an_item_says_whether_its_prompt_opened_a_thought() -> None:
     opened = open_function("rondo.roles.rewards.hub:gsm8k")
-    ended = ["stop", 2, 64, []]
-    assert [opened.call(["#### 72", "72", "", {}, [*ended, flag]]) for flag in (None, False, True)] == [1, 1, 0]
+    assert [opened.call(["#### 72", "72", "", {}, {"in_thought": at}, []]) for at in (None, False, True)] == [1, 1, 0]
 
 
 def test_thoughts_are_cut_off_in_linear_time() -> None:
