@@ -13,7 +13,7 @@ from rondo.launch.check.target import Target, judge_devices, judge_target, place
 from rondo.launch.check.workspace import WORKSPACE_OF, Heads
 from rondo.launch.config import RunConfig, load
 from rondo.launch.groups import RoleGroup
-from rondo.roles.config import EvalConfig, SGLangConfig
+from rondo.roles.config import EvalConfig, ReferenceConfig, SGLangConfig
 from tests.launch import configs
 
 GIB = 1 << 30
@@ -294,3 +294,11 @@ def test_half_a_description_of_machines_is_refused(
 
     assert main(["check", "no.py", *options]) == 2
     assert capsys.readouterr().err == error
+
+
+def test_weights_that_a_restart_needs_of_a_scorer_are_counted_in_shared_memory(tmp_path: Path) -> None:
+    what = "averaged teachers, refreshed references"
+    config = config_of(tmp_path, "algorithm.kl_coef=0.1", "role_groups.1.roles=['actor', 'reference']")
+    assert what not in segment_bytes(config, 1400, 10, SHAPE)
+    refreshed = config.model_copy(update={"reference": ReferenceConfig(refresh_every=2)})
+    assert segment_bytes(refreshed, 1400, 10, SHAPE)[what] == 2 * 4 * 1400
