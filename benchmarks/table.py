@@ -111,23 +111,6 @@ def soak(f: Figures) -> Iterator[Row]:
     )
 
 
-def hostile(f: Figures) -> Iterator[Row]:
-    phases = {
-        "malformed": "10,000 malformed requests and frames",
-        "crowd": "1,000 callers at once",
-        "slow": "200 heads without end",
-    }
-    yield (
-        "a live run beside "
-        + ", ".join(phases.values())
-        + ", and beside nobody: the longest that an answer to `/livez` took; a step's median; samples lost, trained twice",
-        ", ".join(f"{f[name]['probe_worst_ms'] / 1000:.2f} s" for name in (*phases, "quiet"))
-        + "; "
-        + ", ".join(f"{f[name]['step_s']:.3f} s" for name in (*phases, "quiet"))
-        + f"; {f['run']['samples_lost']}, {f['run']['samples_trained_twice']}",
-    )
-
-
 def rewards(f: Figures) -> Iterator[Row]:
     yield (
         "reward hub, cases that the sources of its checkers publish: scored as they do, of all; rows/s a core",
@@ -628,7 +611,7 @@ def sglang_weights(f: Figures) -> Iterator[Row]:
 
 ROWS: tuple[tuple[str, Callable[[Figures], Iterator[Row]]], ...] = (
     ("start", start), ("chaos", chaos), ("scale", scale), ("soak", soak), ("faults", faults), ("strangers", strangers),
-    ("hostile", hostile), ("rewards", rewards),
+    ("rewards", rewards),
     ("autoscale", autoscale), ("calls", calls),
     ("trl", trl), ("trl_pretrained", trl_pretrained), ("shared_prompts", shared_prompts), ("tree", tree), ("paper", paper),
     ("generation", generation), ("serve", serve), ("dispatch", dispatch), ("sglang_weights", sglang_weights), ("ring", ring),

@@ -76,7 +76,7 @@ def main() -> None:
             if judge.model is not None:
                 look = functools.partial(look_at_judge, config, name, folder / name, report)
                 report.look(look, f"{name}.model")
-        report.look(lambda: look_at_data(config, report, tokenizers, rows, compares=question["traces"]), "data")
+        report.look(lambda: look_at_data(config, report, tokenizers, rows), "data")
         if config.job == "rl":
             report.look(lambda: look_at_turns(config, report, tokenizers, rows), "data.chat_template_args")
         if question["traces"] or not plenty(config, report.facts):

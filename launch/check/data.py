@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rondo.launch.check.findings import Report
-from rondo.launch.check.overlap import overlaps
 from rondo.launch.config import RunConfig, resolve, unresolve
 from rondo.launch.machine import show_bytes
 from rondo.roles.config import PairsConfig, SftConfig
@@ -153,12 +152,9 @@ def look_at_order(fingerprints: Mapping[str, Fingerprint], beside: Elsewhere) ->
             )
 
 
-def look_at_data(
-    config: RunConfig, report: Report, tokenizers: Sequence[Any], usable: list[Row], *, compares: bool = False
-) -> None:
+def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], usable: list[Row]) -> None:
     """Opens all data, and makes prompts of what the run takes of each part, or of a sample. A run leaves out what cannot be used:
-    an error where none can, or where the settings allow none to be too long. `usable` gets a few prompts of each that can.
-    compares: what is evaluated on with what is trained on."""
+    an error where none can, or where the settings allow none to be too long. `usable` gets a few prompts of each that can."""
     opened = Opened.of(config)
     report.facts.fingerprints = opened.fingerprints.found
     report.facts.num_rows = len(opened.train)
@@ -199,8 +195,6 @@ def look_at_data(
         report.look(lambda part=part: usable.extend(_look_at_part(part, report)), part.name)  # type: ignore[misc]
     for text in _doubts(config, opened) if config.job == "rl" else ():
         report.add("note", text)
-    if compares:
-        _look_at_overlap(config, report, opened)
     report.add("ok", f"{len(opened.train)} rows to train on, {report.facts.num_held_out} held out")
 
 
@@ -418,32 +412,6 @@ def _doubts(config: RunConfig, opened: Opened) -> Iterator[str]:
         differing = [one for one in each.OF_PROMPTS if getattr(each, one) != getattr(config.data, one)]
         if differing:
             yield f"{name} has prompts that are written in another way than those of data: {', '.join(differing)} differ"
-
-
-def _look_at_overlap(config: RunConfig, report: Report, opened: Opened) -> None:
-    """Tells prompts of evaluation sets that are trained on."""
-    trained = {"data": opened.train} if config.own is None else {}
-    if config.shown is not None and opened.shown is not None:
-        trained[config.shown.place] = opened.shown
-    sets = {name: rows for name, rows in opened.sets.items() if isinstance(rows, Dataset)}
-    for what, rows in trained.items() if sets else ():
-        for name, found in overlaps(rows, sets).items() if isinstance(rows, Dataset) else ():
-            of = f" of {found.num_rows} of {len(rows)} rows" if found.num_rows < len(rows) else ""
-            has_names = config.evaluation is not None and config.evaluation.sets
-            place = name if config.own is not None else f"evaluation.sets.{name}" if has_names else "evaluation"
-            if not (number := len(found.exact) + len(found.near)):
-                report.add("ok", f"none of {found.num_prompts} prompts of {place} is among those of {what}{of}")
-                continue
-            examples = [*found.exact[:1], *found.near[:1], *found.exact[1:2], *found.near[1:2]][:2]
-            shown = " and ".join(
-                f"{one} is {'' if (one, other) in found.exact else 'nearly '}{other}" for one, other in examples
-            )
-            report.add(
-                "note",
-                f"{number} of {found.num_prompts} prompts of {place} are trained on, {len(found.exact)} word for word and "
-                f"{len(found.near)} nearly, as those of {what}{of}: {shown}. Leave them out of one of the two, or read these "
-                "rewards as those of prompts that the policy has seen",
-            )
 
 
 def _same_files(one: DataConfig, other: DataConfig) -> bool:
