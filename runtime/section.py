@@ -48,8 +48,10 @@ class Section(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False, protected_namespaces=()
     )
-    aliases: ClassVar[Mapping[str, str]] = {}
-    """Of the root of a tree: names that other libraries use -> the settings meant ("|" between paths, "; " before a remark)."""
+    aliases: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Of the root of a tree: names that other libraries use -> paths of the settings that each may mean."""
+    remarks: ClassVar[Mapping[str, str]] = {}
+    """Of the root of a tree: path of a setting -> what is added where it is suggested for a name of another library."""
     place: ClassVar[str] = ""
     """Where rules between settings of this section say that it stands; `explain` puts the place in, where it stands elsewhere."""
 
@@ -146,8 +148,9 @@ def nearest_field(name: str, owner: type[BaseModel], root: type[BaseModel] | Non
     """Return the advice about a name that `owner` does not have: "Did you mean 'train.lr'?"."""
     meant = _suggestions(name, owner, root)
     if meant:
-        remark = _aliases(root).get(name, "").partition("; ")[2]
-        return f"Did you mean {' or '.join(map(repr, meant[:4]))}?" + (f" {remark}." if remark else "")
+        tree = root if root is not None and issubclass(root, Section) else Section
+        remarks = [tree.remarks[path] for path in tree.aliases.get(name, ()) if path in tree.remarks]
+        return " ".join([f"Did you mean {' or '.join(map(repr, meant[:4]))}?", *(f"{remark}." for remark in remarks)])
     if root is not None and len(owner.model_fields) > _SHOWN_NAMES:
         return "`rondo show --schema` lists all settings."
     return f"Known: {', '.join(sorted(owner.model_fields))}."
@@ -202,16 +205,13 @@ def _takes_function(annotation: Any) -> bool:
     return _REFERENCE in getattr(annotation, "__metadata__", ()) or any(map(_takes_function, get_args(annotation)))
 
 
-def _aliases(root: type[BaseModel] | None) -> Mapping[str, str]:
-    return root.aliases if root is not None and issubclass(root, Section) else {}
-
-
 def _suggestions(name: str, owner: type[BaseModel], root: type[BaseModel] | None) -> list[str]:
     """Return the settings that an unknown name in `owner` may mean, best first: names of its fields, or paths below `root`."""
-    fields, words, aliases = list(owner.model_fields), set(name.split("_")), _aliases(root)
+    fields, words = list(owner.model_fields), set(name.split("_"))
+    aliases = root.aliases if root is not None and issubclass(root, Section) else {}
     if name in aliases:
-        paths = aliases[name].partition("; ")[0].split("|")
-        return [path.rpartition(".")[2] for path in paths if path.rpartition(".")[2] in fields][:1] or paths
+        names = [path.rpartition(".")[2] for path in aliases[name]]
+        return [each for each in names if each in fields][:1] or list(aliases[name])
     below = [(path, field) for path, section in sections(root) for field in section.model_fields] if root else []
     near = closest(name, fields)
     own = [near] if near is not None else [field for field in fields if words <= set(field.split("_"))]

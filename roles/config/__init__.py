@@ -13,7 +13,7 @@ Invariant: settings that contradict each other, or that could have no effect, ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -23,7 +23,7 @@ from rondo.models.media.config import MediaConfig
 from rondo.roles.algorithms.algorithm import AlgorithmConfig, OldLogProbs, old_log_probs_source
 from rondo.roles.algorithms.teachers import DistillationConfig, TeacherConfig
 from rondo.roles.config.agreement import depends_on_time, media_suit_the_engine, sections_agree
-from rondo.roles.config.aliases import ALIASES
+from rondo.roles.config.aliases import ALIASES, REMARKS
 from rondo.roles.config.data import (
     NO_REWARD,
     CurriculumConfig,
@@ -114,7 +114,7 @@ __all__ = [
 class JobConfig(Section):
     """Everything that a role needs to do its work, wherever it runs."""
 
-    aliases: ClassVar[Mapping[str, str]] = ALIASES
+    aliases, remarks = ALIASES, REMARKS
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
     """Names the run's directory."""
     job: Literal["rl", "sft", "dpo", "reward_model"] = "rl"

@@ -73,16 +73,23 @@ def test_a_setting_can_be_changed_from_the_command_line(tmp_path: Path, text: st
     ("name", "advice"),
     [
         # Earlier names.
-        ("groups", "Did you mean 'role_groups'?"),
+        (
+            "groups",
+            "Did you mean 'role_groups'? For example fully_async(rollout_devices=1, actor_processes=7, actor_devices=1), or "
+            "colocate().",
+        ),
         (
             "train.epochs",
-            "Did you mean 'passes'? `passes` are over the prompt groups of a step, `num_passes` over the data.",
+            "Did you mean 'passes'? They are over the prompt groups of a step; data.num_passes are over the data.",
         ),
         (
             "critic.epochs",
-            "Did you mean 'passes'? `passes` are over the prompt groups of a step, `num_passes` over the data.",
+            "Did you mean 'passes'? They are over the prompt groups of a step; data.num_passes are over the data.",
         ),
-        ("train.optimizer_steps_per_batch", "Did you mean 'num_mini_batches'?"),
+        (
+            "train.optimizer_steps_per_batch",
+            "Did you mean 'num_mini_batches'? It is the number of mini-batches of a step, not their size.",
+        ),
         ("algorithm.normalizer", "Did you mean 'loss_aggregation'?"),
         # TRL, verl, slime, prime-rl; in any section.
         ("train.learning_rate", "Did you mean 'lr'?"),
@@ -93,7 +100,10 @@ def test_a_setting_can_be_changed_from_the_command_line(tmp_path: Path, text: st
             "ppo_mini_batch_size",
             "Did you mean 'train.num_mini_batches'? It is the number of mini-batches of a step, not their size.",
         ),
-        ("num_iterations", "Did you mean 'train.passes'?"),
+        (
+            "num_iterations",
+            "Did you mean 'train.passes'? They are over the prompt groups of a step; data.num_passes are over the data.",
+        ),
         ("num_generations", "Did you mean 'rollout.samples_per_prompt'?"),
         ("rollout.n", "Did you mean 'samples_per_prompt'?"),
         (
@@ -134,8 +144,8 @@ def test_a_module_with_a_name_of_another_library_is_answered_alike(tmp_path: Pat
 
 def test_every_alias_means_settings_that_exist() -> None:
     known = {f"{path}.{name}".lstrip(".") for path, section in sections(RunConfig) for name in section.model_fields}
-    meant = {path for text in RunConfig.aliases.values() for path in text.partition("; ")[0].split("|")}
-    assert sorted(meant - known) == []
+    meant = {path for paths in RunConfig.aliases.values() for path in paths}
+    assert sorted((meant | RunConfig.remarks.keys()) - known) == []
 
 
 def test_a_key_of_a_dict_that_is_not_set_can_be_set(tmp_path: Path) -> None:
