@@ -173,13 +173,21 @@ def check(config: Path, sets: Sequence[str], *, probes: bool, **machines: Any) -
 
     with _begun(config, sets) as (settings, nursery), swept_folder("rondo-code-") as folder:
         from rondo.launch.check.check import inspect, memory_order
-        from rondo.launch.check.findings import print_findings
+        from rondo.launch.check.findings import Finding, print_findings
         from rondo.launch.code import FOLDER, take
 
-        findings = inspect(take(settings, config, folder / FOLDER), target, nursery, probes=probes)
+        told: list[Finding] = []
+
+        def tell(errors: list[Finding]) -> None:
+            """Print errors as soon as they are found, since the rest of the check takes longer."""
+            print_findings(errors)
+            sys.stdout.flush()
+            told.extend(errors)
+
+        findings = inspect(take(settings, config, folder / FOLDER), target, nursery, probes=probes, tell=tell)
         if target is None:
             findings.append(memory_order())
-    print_findings(findings)
+    print_findings([finding for finding in findings if finding not in told])
     return EXIT_USAGE if any(finding.level == "error" for finding in findings) else EXIT_DONE
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.comm.bus.serve import CONFIG as COORDINATOR_CONFIG
-from rondo.launch.check.data import Elsewhere
+from rondo.launch.check.data import DataProcess
 from rondo.launch.code import copied, digest, seal
 from rondo.launch.config import RunConfig
 from rondo.launch.rundir import PRIVATE, read_json, write_json
@@ -42,7 +42,7 @@ def differences(run: Path, config: RunConfig) -> Differences:
     data = None
     if (run / FINGERPRINTS).is_file():
         # There is a checkpoint: what the demonstrations of a warm-up show has been learnt.
-        with Elsewhere(config if config.job != "rl" else config.model_copy(update={"sft": None})) as opened:
+        with DataProcess(config if config.job != "rl" else config.model_copy(update={"sft": None})) as opened:
             data = opened.answer(_LIMIT_S)
     changes = [*_of_versions(environment), *_of_code(run, environment), *_of_data(run, data)]
     notes = [

@@ -10,6 +10,7 @@ import os
 import platform
 import socket
 import subprocess
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,14 @@ def show_bytes(num_bytes: int) -> str:
 
 
 def folder_problem(path: Path) -> str | None:
-    """Why files cannot be made in a folder (which may not exist yet); None when they can."""
+    """Return why files cannot be made in a folder, which may not exist yet; None if they can. Tries a file without a name."""
     for found in (path, *path.absolute().parents):
-        if found.exists():
+        if os.path.lexists(found):
             if not found.is_dir():
-                return f"{found} is a file"
-            return None if os.access(found, os.W_OK | os.X_OK) else f"no permission to write to {found}"
+                return f"{found} is {'a file' if found.exists() else 'a link to nothing'}"
+            try:
+                with tempfile.TemporaryFile(dir=found):
+                    return None
+            except OSError as error:
+                return f"{found} takes no files: {error.strerror}"
     raise ConfigError(f"{path} must have a parent folder, got none. Check the path")

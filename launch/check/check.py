@@ -14,6 +14,7 @@ child with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +25,7 @@ from pydantic import TypeAdapter
 from rondo.comm.ring.litmus import litmus
 from rondo.launch.alert.settings import why_not
 from rondo.launch.check.child import ANSWER, QUESTION
-from rondo.launch.check.data import Elsewhere, is_made, look_at_order
+from rondo.launch.check.data import DataProcess, is_made, look_at_order
 from rondo.launch.check.estimate import routed_bytes
 from rondo.launch.check.findings import Facts, Finding, Report, error, note, ok
 from rondo.launch.check.given import look_at_given
@@ -61,7 +62,7 @@ from rondo.runtime.records.record import last_lines
 from rondo.runtime.supervision.launcher import Job
 from rondo.runtime.supervision.nursery import Nursery
 
-_CHILD_S = 600.0
+_CHILD_S, _EARLY_S = 600.0, 30.0
 _LOADED = ("transformers.modeling_utils", "rondo.models.load", "rondo.launch.check.child")
 """What the child takes seconds to load; the run's processes use it too."""
 _LAST_PORT = 65535
@@ -84,16 +85,28 @@ def require(
 
 
 def inspect(
-    config: RunConfig, target: Target | None = None, nursery: Nursery | None = None, *, probes: bool = False
+    config: RunConfig,
+    target: Target | None = None,
+    nursery: Nursery | None = None,
+    *,
+    probes: bool = False,
+    tell: Callable[[list[Finding]], object] = lambda _: None,
 ) -> list[Finding]:
-    """Looks at everything, for this machine or for those of `target`; never raises for what it finds. `nursery`: one that loads
-    already; it ends with the look. probes: tries this machine too."""
-    with swept_folder("rondo-check-") as folder, nursery or Nursery() as nursery:
-        seen = _look(config, folder, nursery, traces=True)
+    """Look at everything, for this machine or for those of `target`, and return what was found; never raises for it.
+
+    `tell` is called with the errors of settings, machine and data that are found before a process loads torch or a model; they
+    are among those returned. `nursery`: one that loads already; it ends with the look. probes: try this machine too.
+    """
+    with swept_folder("rondo-check-") as folder, nursery or Nursery() as nursery, DataProcess(config) as data:
+        cheap = [*_rules(config), *(_machine(config) if target is None else ())]
+        tell([finding for finding in cheap if finding.level == "error"])
+        with contextlib.suppress(ConfigError):  # a crash, or rows that take long, which the child tells of
+            tell([error(text) for text in data.errors(_EARLY_S)])
+        seen = _look(config, folder, nursery, data=data, traces=True)
         tried = list(probe(config, seen.facts, folder, nursery)) if probes else []
     if target is None:
-        return [*seen.findings, *judge(config, seen.facts, free_memory_bytes()), *tried]
-    return [*seen.findings, *_settings(config, seen.facts), *judge_target(config, target, seen.facts)]
+        return [*seen.findings, *judge(config, seen.facts, free_memory_bytes(), cheap), *tried]
+    return [*seen.findings, *cheap, *_settings(config, seen.facts), *judge_target(config, target, seen.facts)]
 
 
 def node_bytes(config: RunConfig, folder: Path) -> int:
@@ -101,7 +114,7 @@ def node_bytes(config: RunConfig, folder: Path) -> int:
     would stop it on every machine."""
     with Nursery() as nursery:
         seen = _look(config, folder, nursery, traces=True)
-    findings = [*seen.findings, *_settings(config, seen.facts)]
+    findings = [*seen.findings, *_rules(config), *_settings(config, seen.facts)]
     if errors := [finding.text for finding in findings if finding.level == "error"]:
         raise ConfigError("\n".join(errors))
     assert seen.facts.shape is not None
@@ -109,29 +122,42 @@ def node_bytes(config: RunConfig, folder: Path) -> int:
     return sum(node_parts(config, seen.facts, seen.facts.shape, counts).values())
 
 
-def judge(config: RunConfig, facts: Facts, memory: tuple[int, str]) -> list[Finding]:
-    """What this machine and the facts say about the settings. `memory`: free bytes, and what limits them."""
+def judge(
+    config: RunConfig, facts: Facts, memory: tuple[int, str], cheap: Sequence[Finding] | None = None
+) -> list[Finding]:
+    """Return what this machine and the facts say about the settings. `memory`: free bytes, and what limits them. `cheap`: what is
+    known already of settings and machine without the facts."""
     return [
         *_settings(config, facts),
-        *_host(config),
-        *(look_at_sglang(config) if config.job == "rl" else ()),
+        *(cheap if cheap is not None else (*_rules(config), *_machine(config))),
         *_devices(config, facts),
         *tell_hosts(config, facts),
         *_memory(config, facts, *memory),
     ]
 
 
-def _settings(config: RunConfig, facts: Facts) -> Iterator[Finding]:
-    """What holds on every machine."""
+def _rules(config: RunConfig) -> Iterator[Finding]:
+    """What the settings alone say, on every machine."""
     if config.own is not None:
         yield from _job(config, config.own)
     else:
         yield from _batch(config)
         yield from look_at_given(config)
         yield from _learning(config)
+        yield from _compared(config)
+
+
+def _machine(config: RunConfig) -> Iterator[Finding]:
+    """What this machine says of the settings without loading anything."""
+    yield from _host(config)
+    yield from look_at_sglang(config) if config.job == "rl" else ()
+
+
+def _settings(config: RunConfig, facts: Facts) -> Iterator[Finding]:
+    """What settings and model say together, on every machine."""
+    if config.own is None:
         yield from _ring(config, sampled_bytes(config, routed := routed_bytes(config, facts.shape)))
         yield from _column_ring(config, routed)
-        yield from _compared(config)
         yield from _model(config, facts)
     if facts.num_parameters is not None:
         yield ok(f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions")
@@ -265,10 +291,10 @@ def _compared(config: RunConfig) -> Iterator[Finding]:
 
 def _host(config: RunConfig) -> Iterator[Finding]:
     """Folder, name, port, token and cores of this machine."""
-    problem = folder_problem(config.run_dir)
+    path = config.run_dir / config.name
+    problem = folder_problem(config.run_dir) or folder_problem(path)
     if problem is not None:
         yield error(f"run_dir must be a folder to write to, got {config.run_dir}: {problem}. Choose another")
-    path = config.run_dir / config.name
     if config.name == "latest":
         yield error("name must not be 'latest', which is the link to the newest run, got it. Choose another")
     elif (pid := owner(path)) not in (None, os.getpid()):  # a run that resumes has claimed it
@@ -383,15 +409,23 @@ def _memory(config: RunConfig, facts: Facts, limit: int, whose: str) -> Iterator
         yield ok(f"shared memory takes {show_bytes(needed)} of {show_bytes(limit)} that are free ({shown})")
 
 
-def _look(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequence[str] = (), *, traces: bool) -> Report:
-    """What other processes find, beside each other: the child, and one more that makes rows where functions do. traces: memory,
-    also where there is plenty."""
-    if not is_made(config):
-        return _in_child(config, folder, nursery, modules, traces=traces)
-    with Elsewhere(config) as other:
+def _look(
+    config: RunConfig,
+    folder: Path,
+    nursery: Nursery,
+    modules: Sequence[str] = (),
+    *,
+    data: DataProcess | None = None,
+    traces: bool,
+) -> Report:
+    """Return what other processes find: the child, and `data`, by default one that is started where functions make rows. traces:
+    memory, also where there is plenty."""
+    with contextlib.ExitStack() as stack:
+        if data is None and is_made(config):
+            data = stack.enter_context(DataProcess(config))
         report = _in_child(config, folder, nursery, modules, traces=traces)
-        if (found := report.facts.fingerprints) is not None:
-            report.look(lambda: look_at_order(found, other), "data")
+        if data is not None and is_made(config) and (found := report.facts.fingerprints) is not None:
+            report.look(lambda: look_at_order(found, data), "data")
     return report
 
 

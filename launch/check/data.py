@@ -4,8 +4,8 @@ Owns which rows are looked at and what is told of them: how long they are, which
 (`roles/data/datasets.py`), prompts (`roles/data/prompts.py`) or demonstrations (`roles/training/sft.py`). Imports neither
 torch nor a model itself.
 
-As a process of its own it opens the data beside the check: reads a resolved config as JSON on stdin, writes
-{"rows": rows to train on, "fingerprints": {...}} on stdout, or {"error": text}. What user code prints goes to stderr.
+As a process of its own it looks at the data before a tokenizer is loaded: reads a resolved config as JSON on stdin, writes
+{"errors": [text, ...], "rows": rows to train on, "fingerprints": {...}} on stdout. What user code prints goes to stderr.
 
     python -m rondo.launch.check.data < runs/latest/config.resolved.json
 """
@@ -36,7 +36,7 @@ from rondo.roles.data.questions import answered_sets
 from rondo.roles.data.row_filters import Filtered
 from rondo.roles.data.sources import MADE
 from rondo.roles.data.unusable import UnusableRows
-from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.errors import ConfigError
 from rondo.runtime.processes.guard import guarded, module_command
 from rondo.runtime.section import settings_at
 
@@ -62,12 +62,11 @@ _BESIDE_S = 300.0
 def main() -> int:
     answer = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    config = unresolve(orjson.loads(sys.stdin.buffer.read()))
-    try:
-        opened = Opened.of(config)
-        answer.write(orjson.dumps({"rows": len(opened.train), "fingerprints": opened.fingerprints.found}))
-    except RondoError as error:
-        answer.write(orjson.dumps({"error": str(error)}))
+    config, report = unresolve(orjson.loads(sys.stdin.buffer.read())), Report()
+    report.look(lambda: look_at_data(config, report, [], []), "data")
+    errors = [finding.text for finding in report.findings if finding.level == "error"]
+    seen = {"rows": report.facts.num_rows, "fingerprints": report.facts.fingerprints}
+    answer.write(orjson.dumps({"errors": errors} | seen))
     answer.close()
     return 0
 
@@ -105,8 +104,10 @@ def is_made(config: RunConfig) -> bool:
     return any(made) or (config.sft is not None and config.sft.rows is not None)
 
 
-class Elsewhere:
-    """The same look in another process, beside this one. A context manager that ends it."""
+class DataProcess:
+    """A process that looks at the data by itself. A context manager that ends the process."""
+
+    _answer: dict[str, Any] | None = None
 
     def __init__(self, config: RunConfig) -> None:
         command = guarded(module_command("rondo.launch.check.data"))
@@ -116,7 +117,18 @@ class Elsewhere:
             self._process = subprocess.Popen(command, stdin=told, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def answer(self, limit_s: float) -> dict[str, Any]:
-        """Its answer. ConfigError for what it could not open, or when it ended otherwise or took longer."""
+        """Return the rows to train on and the fingerprints that the process found. Raises ConfigError with the errors that it
+        found, or if it crashed or took longer than `limit_s`."""
+        if errors := self.errors(limit_s):
+            raise ConfigError("\n".join(errors))
+        assert self._answer is not None
+        return self._answer
+
+    def errors(self, limit_s: float) -> list[str]:
+        """Return the errors that the process found. Raises ConfigError if it crashed or takes longer than `limit_s`, after which
+        it can be asked again."""
+        if self._answer is not None:
+            return list(self._answer["errors"])
         try:
             out, err = self._process.communicate(timeout=limit_s)
         except subprocess.TimeoutExpired:
@@ -127,12 +139,10 @@ class Elsewhere:
                 f"data must be opened without errors, got exit code {self._process.returncode}: {last or 'no output'}. "
                 "Run the functions that the settings name by themselves"
             )
-        found: dict[str, Any] = orjson.loads(out)
-        if "error" in found:
-            raise ConfigError(found["error"])
-        return found
+        self._answer = orjson.loads(out)
+        return self.errors(limit_s)
 
-    def __enter__(self) -> Elsewhere:
+    def __enter__(self) -> DataProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -140,7 +150,7 @@ class Elsewhere:
             self._process.kill()
 
 
-def look_at_order(fingerprints: Mapping[str, Fingerprint], beside: Elsewhere) -> None:
+def look_at_order(fingerprints: Mapping[str, Fingerprint], beside: DataProcess) -> None:
     """Rows that functions make must be the same, in the same order, in another process: by their places rows are held out."""
     theirs = beside.answer(_BESIDE_S)["fingerprints"]
     for name, found in fingerprints.items():

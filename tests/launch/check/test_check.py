@@ -19,7 +19,7 @@ from rondo.launch.check.check import Facts, inspect, judge, memory_order
 from rondo.launch.check.estimate import PREFILL, Shape, Traced, generating, held_by, routed_bytes
 from rondo.launch.check.findings import Finding
 from rondo.launch.check.target import group_bytes, segment_bytes
-from rondo.launch.config import RunConfig, load
+from rondo.launch.config import RunConfig, load, resolve
 from rondo.launch.plan import coordinator_config
 from rondo.launch.rundir import RunDir
 from rondo.models.tiny.tokenizer import build_tokenizer
@@ -410,6 +410,52 @@ def test_a_run_directory_that_cannot_be_made_is_told(make: Make, tmp_path: Path)
     assert judged(make(f"run_dir={tmp_path}/file")) == [
         f"run_dir must be a folder to write to, got {tmp_path}/file: {tmp_path}/file is a file. Choose another"
     ]
+
+
+def test_a_run_directory_that_takes_no_files_is_told_whatever_its_permissions_say(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "demo").write_text("")
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
+    for sets, why in (
+        ([], f"{tmp_path}/runs: {tmp_path}/runs/demo is a file"),
+        ([f"run_dir={tmp_path}/gone"], f"{tmp_path}/gone: {tmp_path}/gone is a link to nothing"),
+        (["run_dir=/proc/runs"], "/proc/runs: /proc takes no files: No such file or directory"),
+    ):
+        assert judged(make(*sets)) == [f"run_dir must be a folder to write to, got {why}. Choose another"]
+
+
+def test_cheap_errors_are_told_all_at_once_before_a_process_looks_at_the_model(
+    make: Make, nursery: Nursery, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def in_child(*_: object, **__: object) -> check_child.Report:
+        events.append("a process with torch")
+        return check_child.Report([Finding("error", "of the model")])
+
+    monkeypatch.setattr("rondo.launch.check.check._in_child", in_child)
+    (tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "label": "2"}\n')
+    config = make(
+        "data.rows=null", f"data.path={tmp_path}/rows.jsonl", "data.prompt=qestion", "data.held_out=0", "evaluation=null",
+        "name=latest", "role_groups.1.processes=17",
+    )  # fmt: skip
+    findings = inspect(config, nursery=nursery, tell=lambda found: events.extend(each.text for each in found))
+    [batch, name, column, child] = events
+    assert batch.startswith("rollout.prompts_per_step * rollout.samples_per_prompt must be at least the processes that")
+    assert name.startswith("name must not be 'latest'")
+    assert column.endswith("got 'question', 'label'. Did you mean 'question'?") and child == "a process with torch"
+    assert {batch, name, "of the model"} <= set(errors(findings))
+
+
+def test_data_are_looked_at_without_torch_or_a_tokenizer(make: Make, tmp_path: Path) -> None:
+    config = make("data.apply_chat_template=True", "data.prompt=qestion")
+    code = "import sys\nfrom rondo.launch.check import data\ndata.main()\nprint({'torch', 'transformers'} & set(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=orjson.dumps(resolve(config)), capture_output=True, check=True
+    )
+    [column] = orjson.loads(done.stdout)["errors"]
+    assert "must have the column 'qestion' that data.prompt names, got 'prompt', 'label'." in column
+    assert done.stderr.splitlines()[-1] == b"set()"
 
 
 def test_the_name_latest_is_refused(make: Make) -> None:
