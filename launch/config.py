@@ -31,7 +31,17 @@ from rondo.roles.config.supervised import answers_are_not_measured
 from rondo.runtime.config import AdminConfig, PreemptionConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import confirm, load_file
-from rondo.runtime.section import FunctionRef, Section, explain, nearest, nearest_field, parts_of, references, sections
+from rondo.runtime.section import (
+    FunctionRef,
+    Section,
+    explain,
+    keeping_errors,
+    nearest,
+    nearest_field,
+    parts_of,
+    references,
+    sections,
+)  # fmt: skip
 
 
 class RunConfig(JobConfig):
@@ -386,20 +396,19 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
         )
     if not path.is_file():
         raise ConfigError(f"CONFIG must be a file that exists, got {path}. {_similar_file(path)}")
-    file = str(path.resolve())
+    file, mistakes = str(path.resolve()), dict[str, None]()
+
+    def keep(section: type[Section], error: Exception) -> bool:
+        """Keep the mistakes of a section. What sections say together holds only where each is right."""
+        if isinstance(error, ValidationError):
+            mistakes.update(dict.fromkeys(_mistakes(error, file, path, kind, together=not mistakes)))
+        return bool(mistakes) and section is not kind
+
     try:
-        module = load_file(file)
+        with keeping_errors(keep):
+            module = load_file(file)
     except ConfigError:
         raise
-    except ValidationError as error:
-        where, title = _where(error, file, path), error.title
-        places = [place for place, owner in sections(kind) if owner.__name__ == title] or [title]
-        told = explain(error, where, places[0], kind)
-        if len(places) > 1:  # which one is told by its line
-            told = ConfigError(
-                "\n".join(line if where in line else f"{line} ({where})" for line in str(told).split("\n"))
-            )
-        raise told from error
     except SyntaxError as error:
         shown = path if error.filename == file else error.filename
         raise ConfigError(
@@ -408,10 +417,14 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # whatever user code raises, sys.exit too, is told as one line
+        if mistakes:
+            raise ConfigError("\n".join(mistakes)) from error
         raise ConfigError(
             f"CONFIG must import without errors, got {type(error).__name__}: {error} ({_where(error, file, path)}). "
             "Correct the module"
         ) from error
+    if mistakes:
+        raise ConfigError("\n".join(mistakes))
     config = getattr(module, "config", None)
     if not isinstance(config, kind):
         got = "no such name" if config is None else f"type {type(config).__name__}"
@@ -514,12 +527,23 @@ def _parse(raw: str, kind: Any) -> Any:
     return raw
 
 
+def _mistakes(error: ValidationError, file: str, path: Path, kind: type[Section], *, together: bool) -> list[str]:
+    """Return a line for each mistake of a section of the module, with its place in the settings. together: also for what its
+    fields say together."""
+    lines = [frame.lineno for frame in traceback.extract_stack() if frame.filename == file]
+    where = f"{path}:{lines[-1]}" if lines else str(path)
+    places = [place for place, owner in sections(kind) if owner.__name__ == error.title] or [error.title]
+    told = str(explain(error, where, places[0], kind, together=together)).split("\n")
+    # Which of several places is meant is told by the line.
+    return [line if len(places) == 1 or where in line else f"{line} ({where})" for line in told if line]
+
+
 def _where(error: BaseException, file: str, path: Path) -> str:
     """`file:line` of the last step inside the config module, else of the last step at all."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file]
     last = frames[-1] if frames else None
-    if isinstance(error, ValidationError) or (last is not None and last.filename == file):
+    if last is not None and last.filename == file:
         return f"{path}:{own[-1].lineno}" if own else str(path)
     inside = f", called from {path}:{own[-1].lineno}" if own else ""
     return f"{last.filename}:{last.lineno}{inside}" if last is not None else str(path)

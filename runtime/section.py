@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import FunctionType, UnionType
 from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
 
@@ -40,6 +42,12 @@ FunctionRef = Annotated[str, _REFERENCE]
 _SHOWN_CHARACTERS = 80
 _SHOWN_NAMES = 12
 _Model = TypeVar("_Model", bound=BaseModel)
+_keep: ContextVar[Callable[[type[Section], Exception], bool] | None] = ContextVar("keep", default=None)
+_UNCHECKED = "_unchecked"
+
+
+class _Unchecked(ValueError):
+    """Why a section is invalid that holds an invalid one, whose reasons are kept."""
 
 
 class Section(BaseModel):
@@ -55,6 +63,20 @@ class Section(BaseModel):
     place: ClassVar[str] = ""
     """Where rules between settings of this section say that it stands; `explain` puts the place in, where it stands elsewhere."""
 
+    def __init__(self, /, **settings: Any) -> None:
+        try:
+            super().__init__(**settings)
+        except Exception as error:
+            keep = _keep.get()
+            if keep is None or not keep(type(self), error):
+                raise
+            unchecked = self.model_construct(**settings)
+            unchecked.__dict__[_UNCHECKED] = True
+            for name in ("__dict__", "__pydantic_fields_set__", "__pydantic_extra__", "__pydantic_private__"):
+                object.__setattr__(self, name, getattr(unchecked, name))
+
+    __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]  # for sections below others it is not called
+
     @field_validator("*", mode="before")
     @classmethod
     def _no_number_is_a_truth(cls, value: Any, info: ValidationInfo) -> Any:
@@ -66,9 +88,18 @@ class Section(BaseModel):
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
+        if _UNCHECKED in self.__dict__:
+            raise _Unchecked
         self.derive()
-        for text in self.refused():
-            raise ValueError(text)
+        texts = []
+        try:
+            for text in self.refused():
+                texts.append(text)
+        except Exception:  # a rule may rely on those before it
+            if not texts:
+                raise
+        if texts:
+            raise ValueError("\n".join(texts))
         return self
 
     def derive(self) -> None:
@@ -76,13 +107,24 @@ class Section(BaseModel):
         are derived anew."""
 
     def refused(self) -> Iterator[str]:
-        """The rules between settings that these break, a whole sentence each, of which the first is told."""
+        """The rules between settings that these break, a whole sentence each. A rule may rely on those before it."""
         yield from ()
 
     def changed(self, *names: str) -> dict[str, Any]:
         """Of these settings those that are not what they are by default, with their values."""
         default = {name: type(self).model_fields[name].get_default(call_default_factory=True) for name in names}
         return {name: value for name in names if (value := getattr(self, name)) != default[name]}
+
+
+@contextmanager
+def keeping_errors(keep: Callable[[type[Section], Exception], bool]) -> Iterator[None]:
+    """In the body, call `keep` with a section that is invalid and the reason. If it returns True, the body goes on with that
+    section unchecked, so that mistakes of several sections are found at once; a section that holds it is invalid too."""
+    token = _keep.set(keep)
+    try:
+        yield
+    finally:
+        _keep.reset(token)
 
 
 def references(section: BaseModel) -> list[tuple[str, str]]:
@@ -108,9 +150,16 @@ def with_references(section: _Model, change: Callable[[str, str], str], prefix: 
     return section.model_copy(update=changes) if changes else section
 
 
-def explain(error: ValidationError, source: str, prefix: str = "", root: type[BaseModel] | None = None) -> ConfigError:
+def explain(
+    error: ValidationError,
+    source: str,
+    prefix: str = "",
+    root: type[BaseModel] | None = None,
+    *,
+    together: bool = True,
+) -> ConfigError:
     """Return all mistakes of `error`, one line each. `source` says where to change them; `prefix` is the path of the section
-    below `root`, by default the section itself."""
+    below `root`, by default the section itself. together: also those between the fields of the section."""
     title = _section_named(error.title)
     root = root or title
     items = error.errors()
@@ -118,7 +167,9 @@ def explain(error: ValidationError, source: str, prefix: str = "", root: type[Ba
     meant = {(*item["loc"][:-1], name) for item in items for name in _meant(item, title, root)}
     lines = []
     for item in items:
-        if item["type"] == "missing" and item["loc"] in meant:
+        if (item["type"] == "missing" and item["loc"] in meant) or not (together or item["loc"]):
+            continue
+        if isinstance(item.get("ctx", {}).get("error"), _Unchecked):
             continue
         names = _path(item, title)
         path = ".".join([prefix, *names] if prefix else names) or error.title
@@ -233,9 +284,10 @@ def _sentence(path: str, item: Any, title: type[Section] | None, root: type[Base
     if kind == "missing":
         return f"{path} must be set, got nothing. Set it in {source}."
     if kind in ("value_error", "assertion_error"):
-        text = str(item["ctx"]["error"])
-        text = f"{path} {text}" if text.startswith("must ") else text
-        return text if text.endswith((".", "?")) else text + "."
+        texts = [
+            f"{path} {text}" if text.startswith("must ") else text for text in str(item["ctx"]["error"]).split("\n")
+        ]
+        return "\n".join(text if text.endswith((".", "?")) else f"{text}." for text in texts)
     if kind == "model_type":
         name = item["ctx"]["class_name"]
         return f"{path} must be a {name}, got {value}. Set its fields: {path.rpartition('.')[2]}={name}(...)."

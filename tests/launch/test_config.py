@@ -251,6 +251,34 @@ def test_a_path_that_lies_beside_the_module_and_not_where_it_is_started_is_told(
     assert load(file).model.path == "models/small"
 
 
+def test_the_mistakes_of_all_sections_of_a_module_are_told_at_once(tmp_path: Path) -> None:
+    assert told(
+        tmp_path,
+        ("rows=rows, held_out=8", "rows=rows, path='a', promt='b'"),
+        ("lr=1e-5", "lr=0, best={'metric': 'loss'}, warmup_steps='x'"),
+        ("prompts_per_step=4, samples_per_prompt=4", "prompts_per_step=0, top_p=2, samples_per_prompt=4"),
+        ("num_steps=4", "num_step=4"),
+    ).split("\n") == [
+        "data.promt must be a field of DataConfig, got an unknown name. Did you mean 'prompt'? (demo_config.py:21)",
+        "rollout.prompts_per_step must be greater than or equal to 1, got 0. Change it in demo_config.py:24.",
+        "rollout.top_p must be from 1e-06 to 1, got 2.0. Choose one of these.",
+        "train.lr must be greater than 0, got 0. Change it in demo_config.py:25.",
+        "train.warmup_steps must be a valid integer, got 'x'. Change it in demo_config.py:25.",
+        "num_step must be a field of RunConfig, got an unknown name. Did you mean 'num_steps'?",
+    ]
+
+
+def test_all_rules_between_settings_that_are_broken_are_told_at_once(tmp_path: Path) -> None:
+    sets = ("train.lora={}", "train.freeze=['vision']", "train.min_lr_fraction=0.5", "train.best={'metric': 'loss'}")
+    assert [line.split(" must ")[0] for line in told(tmp_path, sets=sets).split("\n")] == [
+        "train.save_every", "train.freeze", "train.min_lr_fraction",
+    ]  # fmt: skip
+    sets = ("train.num_mini_batches=9", "rollout.max_new_tokens=5000", "data.held_out=3")
+    assert [line.split(" must ")[0] for line in told(tmp_path, sets=sets).split("\n")] == [
+        "train.num_mini_batches", "train.micro_batch_tokens", "data.held_out",
+    ]  # fmt: skip
+
+
 def test_a_mistake_in_the_module_is_told_with_path_file_and_line(tmp_path: Path) -> None:
     line = configs.WHOLE.splitlines().index("    train=TrainConfig(lr=1e-5),") + 1
     assert told(tmp_path, ("lr=1e-5", "lr=0")) == (
