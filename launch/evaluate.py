@@ -263,7 +263,9 @@ def found_in(run: Path, settings: RunConfig) -> dict[str, Any]:
 def _tell(run: Path, found: dict[str, Any]) -> None:
     _tell_figures(found)
     if not found["finished"]:
-        say(f"ended before its end: of {found['num_asked']} prompts {found['num_prompts']} have all their samples")
+        say(
+            f"ended before its end: of at most {found['num_asked']} prompts {found['num_prompts']} have all their samples"
+        )
     say(f"samples and figures: {run / FILE}")
 
 

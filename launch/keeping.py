@@ -46,7 +46,9 @@ class Values:
         self._metric = metric
         self.by_version: dict[int, float] = {}
         self.evaluated = -1
-        """Nothing is to come of versions up to this one."""
+        """Versions up to this one have been evaluated, or will not be: evaluations beside the training come in order."""
+        self.skipped: set[int] = set()
+        """Versions whose evaluation was left out; one before it may still be under way."""
         self.seen: set[str] = set()
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -56,6 +58,7 @@ class Values:
             # It is only now made: what is known of it, or of a later one, was of an attempt that was given up.
             self.by_version = {known: value for known, value in self.by_version.items() if known < version}
             self.evaluated = min(self.evaluated, version - 1)
+            self.skipped = {known for known in self.skipped if known < version}
             self._add(version, record)
         elif "evaluation" in record:
             found = record["evaluation"]
@@ -63,9 +66,11 @@ class Values:
                 return
             if found.get("label") != "end":  # which may come before those beside the training, that come in their order
                 self.evaluated = max(self.evaluated, int(found["version"]))
-            self._add(found["version"], {name.replace(" ", "."): x for name, x in evaluation_figures(found).items()})
+            sets = found.get("sets", {}).items()
+            named = {f"{name}.{figure}": value for name, figures in sets for figure, value in figures.items()}
+            self._add(found["version"], named | evaluation_figures(found))
         elif record.get("kind") == "evaluation_skipped":
-            self.evaluated = max(self.evaluated, int(record["version"]))
+            self.skipped.add(int(record["version"]))
 
     def _add(self, version: int, figures: Mapping[str, Any]) -> None:
         self.seen.update(name for name, value in figures.items() if isinstance(value, int | float))
@@ -142,12 +147,13 @@ class Keeper:
         values, metric, mode = self._values.by_version, self._best.metric, self._best.mode
         pending = set[int]()
         if "@" in metric and self._every is not None:
-            pending = {v for v in versions if v % self._every == 0 and v > self._values.evaluated and v not in values}
+            known = values.keys() | self._values.skipped
+            pending = {v for v in versions if v % self._every == 0 and v > self._values.evaluated and v not in known}
         elif versions and metric not in self._values.seen and self._values.seen and not self._is_told:
             self._is_told = True
-            known = ", ".join(sorted(self._values.seen))
+            seen = ", ".join(sorted(self._values.seen))
             self._tell(
-                "no_best", {"why": f"train.best.metric must be a metric of the run, got {metric!r} among {known}"}
+                "no_best", {"why": f"train.best.metric must be a metric of the run, got {metric!r} among {seen}"}
             )
         known_of = [version for version in versions if version in values]
         if not known_of:

@@ -81,9 +81,10 @@ def learning_rate(
 ) -> float:
     """The rate of step `step`, counted from 0, of `total`.
 
-    Rises to `base` in `warmup_steps` equal parts, none of them 0; then stays, or falls from `base` towards
-    `base * min_fraction`, which the step after the last one would have. Later steps keep that.
+    Rises to `base` in `warmup_steps` equal parts, none of them 0, but reaches it by the last step; then stays, or falls from
+    `base` towards `base * min_fraction`, which the step after the last one would have. Later steps keep that.
     """
+    warmup_steps = min(warmup_steps, max(0, total - 1))
     if step < warmup_steps:
         return base * (step + 1) / warmup_steps
     if schedule == "constant":

@@ -203,7 +203,7 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], u
         )
     for part in parts:
         report.look(lambda part=part: usable.extend(_look_at_part(part, report)), part.name)  # type: ignore[misc]
-    for text in _doubts(config, opened) if config.job == "rl" else ():
+    for text in (*_long_warm_ups(config, opened), *(_doubts(config, opened) if config.job == "rl" else ())):
         report.add("note", text)
     report.add("ok", f"{len(opened.train)} rows to train on, {report.facts.num_held_out} held out")
 
@@ -396,6 +396,20 @@ class _Maker:
             assert self._report.facts.model_path is not None
             self._opened = preparer(self._report.facts.model_path, self._config.media)
         return self._opened(row, settings, limit, setting)
+
+
+def _long_warm_ups(config: RunConfig, opened: Opened) -> Iterator[str]:
+    trained: dict[str, tuple[Any, int]] = {}
+    if config.job == "rl":
+        trained |= {"train": (config.train, config.num_steps), "critic": (config.critic, config.num_steps)}
+    if (shown := config.shown) is not None:
+        trained[shown.place] = (shown, shown.num_steps(len(opened.shown or ())))
+    for name, (optimizer, num_steps) in trained.items():
+        if optimizer is not None and optimizer.warmup_steps >= max(1, num_steps):
+            yield (
+                f"{name}.warmup_steps {optimizer.warmup_steps} is not less than its {num_steps} steps: the rate rises until "
+                "the last of them"
+            )
 
 
 def _doubts(config: RunConfig, opened: Opened) -> Iterator[str]:

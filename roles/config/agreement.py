@@ -222,8 +222,6 @@ def _samples_fit(job: JobConfig) -> Iterator[str]:
                 f"{name}.micro_batch_tokens must hold the longest sample, rollout.max_prompt_tokens + "
                 f"rollout.max_new_tokens = {longest}, got {trained.micro_batch_tokens}. Raise it to {longest}"
             )
-        if trained is not None and trained.warmup_steps >= job.num_steps:
-            yield f"{name}.warmup_steps must be less than num_steps, got {trained.warmup_steps} and {job.num_steps}. Lower it"
     if job.joins_samples and train.micro_batch_tokens < (joined := rollout.max_rows * longest):
         yield (
             f"train.micro_batch_tokens must hold all rows of a sample, rollout.max_rows x {longest} tokens = {joined}, with "
@@ -235,12 +233,11 @@ def _samples_fit(job: JobConfig) -> Iterator[str]:
 def _evaluations_agree(job: JobConfig) -> Iterator[str]:
     train, evaluation = job.train, job.evaluation
     for name, each in evaluation.named_sets().items() if evaluation is not None else ():
-        if each.data is None and job.data.held_out < each.num_prompts:
+        if each.data is None and not job.data.held_out:
             section = f"evaluation.sets.{name}" if evaluation is not None and evaluation.sets else "evaluation"
             yield (
-                f"data.held_out must be at least {section}.num_prompts without {section}.data, "
-                f"got {job.data.held_out} and {each.num_prompts}. "
-                f"Set data.held_out to {each.num_prompts}, or name a data set in {section}.data"
+                f"data.held_out must be at least 1 without {section}.data, got 0. Set data.held_out to {each.num_prompts}, or "
+                f"name a data set in {section}.data"
             )
     if evaluation is not None and evaluation.every is not None and evaluation.every > job.num_steps:
         yield f"evaluation.every must be at most num_steps, got {evaluation.every} and {job.num_steps}. Lower it"
@@ -296,7 +293,9 @@ def _critic_agrees(job: JobConfig) -> Iterator[str]:
 
 def _best_has_no_value(job: JobConfig, metric: str) -> Iterator[str]:
     sets = job.evaluation.named_sets() if job.evaluation is not None else {}
-    known = [figure if len(sets) == 1 else f"{name}.{figure}" for name, each in sets.items() for figure in each.figures]
+    known = [figure for each in sets.values() for figure in each.figures] if len(sets) == 1 else []
+    if job.evaluation is not None and job.evaluation.sets:
+        known += [f"{name}.{figure}" for name, each in sets.items() for figure in each.figures]
     if metric not in known:
         yield (
             f"train.best.metric must be a figure of the evaluations, {', '.join(known) or 'of which there are none'}, got "

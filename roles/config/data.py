@@ -295,7 +295,7 @@ class EvalSet(Section):
 
     place = "evaluation"
     num_prompts: int = Field(256, ge=1)
-    """Prompts that are measured, the first of the set."""
+    """At most so many prompts are measured, the first of the set."""
     data: DataConfig | None = None
     """Prompts of their own; without it the rows that `data.held_out` keeps back."""
     samples_per_prompt: int = Field(1, ge=1)

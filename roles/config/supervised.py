@@ -15,7 +15,6 @@ from pydantic import Field
 
 from rondo.roles.config.data import NO_REWARD, DataConfig
 from rondo.roles.config.training import Betas, OptimizerConfig
-from rondo.runtime.errors import ConfigError
 from rondo.runtime.section import FunctionRef, Section
 
 if TYPE_CHECKING:
@@ -104,8 +103,6 @@ class SupervisedConfig(OptimizerConfig):
                 f"{at}.data.label must name the answer, or be None where {at}.data.apply_chat_template is True and the last "
                 "message of a prompt is its answer, got None without it. Set one of them"
             )
-        if self.steps is not None and self.warmup_steps >= self.steps:
-            yield f"{at}.warmup_steps must be less than {at}.steps, got {self.warmup_steps} and {self.steps}. Lower it"
 
     def _data_refused(self, data: DataConfig) -> Iterator[str]:
         at = self.place
@@ -131,17 +128,10 @@ class SupervisedConfig(OptimizerConfig):
                     )
 
     def num_steps(self, num_rows: int) -> int:
-        """Optimizer steps over so many rows to train on. ConfigError for a warm-up of the rate that is as long."""
+        """Optimizer steps over so many rows to train on."""
         if self.steps is not None or self.epochs is None:
             return self.steps or 0
-        num = -(-num_rows * self.epochs // self.batch_size)
-        if self.warmup_steps >= num:
-            at = self.place
-            raise ConfigError(
-                f"{at}.warmup_steps must be less than the {num} steps that {at}.epochs {self.epochs} makes of {num_rows} rows, "
-                f"got {self.warmup_steps}. Lower it"
-            )
-        return num
+        return -(-num_rows * self.epochs // self.batch_size)
 
     @property
     def columns(self) -> dict[str, str]:
@@ -308,10 +298,10 @@ def answers_are_not_measured(job: JobConfig) -> Iterator[str]:
         )
     for name, each in evaluation.named_sets().items():
         at = f"evaluation.sets.{name}" if evaluation.sets else "evaluation"
-        if each.data is None and held_out < each.num_prompts:
+        if each.data is None and not held_out:
             yield (
-                f"{job.job}.data.held_out must be at least {at}.num_prompts without {at}.data, got {held_out} and "
-                f"{each.num_prompts}. Change one of them, or name a data set in {at}.data"
+                f"{job.job}.data.held_out must be at least 1 without {at}.data, got 0. Set {job.job}.data.held_out to "
+                f"{each.num_prompts}, or name a data set in {at}.data"
             )
         if each.reward is None and job.reward.function == NO_REWARD:
             yield f"reward must be set with {at}, whose answers it scores, got nothing. Set reward, or {at}.reward"

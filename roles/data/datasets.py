@@ -318,12 +318,8 @@ def evaluation_sets(
             continue
         section = f"evaluation.sets.{name}" if job.evaluation.sets else "evaluation"
         found = open_dataset(each.data, f"{section}.data", fingerprints)
-        if len(found) < each.num_prompts:
-            raise Fatal(
-                f"{section}.num_prompts must be at most the rows of {section}.data, {len(found)}, got {each.num_prompts}. "
-                "Lower it"
-            )
-        sets[name] = found.split(each.num_prompts, job.seed)[1] if each.data.shuffle else found.first(each.num_prompts)
+        num = min(each.num_prompts, len(found))
+        sets[name] = found.split(num, job.seed)[1] if each.data.shuffle else found.first(num)
     return sets
 
 

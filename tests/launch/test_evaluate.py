@@ -136,8 +136,8 @@ def test_answers_of_a_job_without_rollouts_are_measured_where_it_has_the_role_an
     assert [spec.role_names for spec in group_specs(load(module, (*sets, "evaluation=None")))] == [("actor",)]
     for change, told in (
         (
-            "evaluation.num_prompts=5",
-            "sft.data.held_out must be at least evaluation.num_prompts without evaluation.data, got 4",
+            "sft={'data': {'path': 'a'}, 'steps': 2, 'batch_size': 2}",
+            "sft.data.held_out must be at least 1 without evaluation.data, got 0",
         ),
         ("rollout.max_new_tokens=1", "evaluation.max_new_tokens must be set with job 'sft'"),
         (f"reward.function={NO_REWARD}", "reward must be set with evaluation, whose answers it scores, got nothing"),

@@ -114,6 +114,25 @@ def test_one_that_is_still_evaluated_stays_until_it_or_a_later_one_has_a_result(
     assert left(tmp_path) == [4, 8]
 
 
+def test_one_whose_evaluation_goes_on_while_that_of_the_next_is_skipped_is_waited_for(tmp_path: Path) -> None:
+    one = keeper(tmp_path, [], keep_checkpoints=1, best=BestConfig(metric="pass@1"))
+    save(tmp_path, 2, 4, 6)
+    one.on_event({"kind": "evaluation_skipped", "version": 4})
+    one._keep()
+    assert left(tmp_path) == [2, 6]
+    one.on_event(evaluated(2, pass_1=0.5))
+    one._keep()
+    assert left(tmp_path) == [2, 6] and json.loads((tmp_path / "best.json").read_bytes())["step"] == 2
+
+
+def test_a_figure_of_the_only_set_may_be_named_with_the_set(tmp_path: Path) -> None:
+    [name] = evaluated(2, pass_1=0.5)["evaluation"]["sets"]
+    for metric in ("pass@1", f"{name}.pass@1"):
+        values = Values(metric)
+        values.add(evaluated(2, pass_1=0.5))
+        assert values.by_version == {2: 0.5}
+
+
 def test_what_was_known_of_versions_that_are_made_again_is_forgotten() -> None:
     values = Values("reward_mean")
     for version, reward in ((1, 0.1), (2, 0.9), (3, 0.8)):

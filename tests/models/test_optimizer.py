@@ -126,3 +126,10 @@ def test_no_step_of_a_run_has_rate_zero() -> None:
     assert min(
         learning_rate(step, 1.0, warmup_steps=3, schedule="linear", total=9) for step in range(9)
     ) == pytest.approx(1 / 6)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_a_warm_up_longer_than_the_run_reaches_the_rate_in_its_last_step(schedule: str) -> None:
+    for total, expected in ((4, [1 / 3, 2 / 3, 1, 1]), (1, [1])):
+        rates = [learning_rate(step, 1.0, warmup_steps=100, schedule=schedule, total=total) for step in range(total)]  # type: ignore[arg-type]
+        assert rates == pytest.approx(expected)

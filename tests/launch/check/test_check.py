@@ -735,3 +735,15 @@ def test_the_check_itself_imports_neither_torch_nor_the_users_data() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False False\n"
+
+
+def test_a_warm_up_as_long_as_the_run_is_a_note(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "shown.py").write_text("def rows():\n    return [{'prompt': '1', 'answer': '2'}] * 8\n")
+    sft = f"sft={{'rows': '{tmp_path}/shown.py:rows', 'epochs': 1, 'batch_size': 4, 'warmup_steps': 9}}"
+    rows = "[{'prompt': str(i), 'label': ''} for i in range(80)]"
+    findings = measured(make, tmp_path, rows, "num_steps=4", "train.warmup_steps=4", sft)
+    texts = [finding.text for finding in findings if finding.level == "note"]
+    assert "train.warmup_steps 4 is not less than its 4 steps: the rate rises until the last of them" in texts
+    assert "sft.warmup_steps 9 is not less than its 2 steps: the rate rises until the last of them" in texts
+    findings = measured(make, tmp_path, rows, "num_steps=5", "train.warmup_steps=4")
+    assert not [finding for finding in findings if "warmup_steps" in finding.text]

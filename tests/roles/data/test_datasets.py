@@ -279,8 +279,15 @@ def test_evaluation_takes_rows_of_its_own_where_it_has_them(tmp_path: Path) -> N
     sets = open_splits(job(train, EvalConfig(sets={"first": unshuffled, "some": EvalSet(num_prompts=3, data=own)})))[1]
     assert list(sets) == ["first", "some"] and len(sets["some"]) == 3
     assert prompts(sets["first"]) == [row["question"] for row in ROWS[:10]]
-    with pytest.raises(ConfigError, match=r"evaluation.num_prompts must be at most the rows of evaluation.data, 40"):
-        open_splits(job(train, EvalConfig(num_prompts=41, data=own)))
+
+
+def test_an_evaluation_takes_at_most_its_number_of_prompts_and_all_of_a_smaller_set(tmp_path: Path) -> None:
+    own = config(write_jsonl(tmp_path / "test.jsonl", ROWS[:5]))
+    train = config(write_jsonl(tmp_path / "a.jsonl", ROWS), held_out=3)
+    sets = {"held_out": EvalSet(), "own": EvalSet(data=own), "first": EvalSet(data=own, num_prompts=2)}
+    _, found = open_splits(job(train, EvalConfig(sets=sets)))
+    assert {name: len(rows) for name, rows in found.items()} == {"held_out": 3, "own": 5, "first": 2}
+    assert sorted(prompts(found["own"])) == [row["question"] for row in ROWS[:5]]
 
 
 def test_holding_everything_out_is_refused(tmp_path: Path) -> None:
