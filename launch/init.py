@@ -38,6 +38,14 @@ QUESTIONS: dict[str, tuple[str, str, tuple[str, ...]]] = {
 }  # fmt: skip
 """Name of the option -> what is asked, what an empty answer is, and the answers there are; any where there are none."""
 _COLUMNS = ("prompt", "label")
+_TINY_SIZES = {"prompts_per_step": 16, "samples_per_prompt": 8, "max_prompt_tokens": 8, "max_new_tokens": 6}
+_GPU_SIZES = {"prompts_per_step": 16, "samples_per_prompt": 8, "max_prompt_tokens": 1024, "max_new_tokens": 1024}
+_SIZES = {
+    "laptop": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 512, "max_new_tokens": 128},
+    "gpu": _GPU_SIZES,
+    "slurm": _GPU_SIZES | {"prompts_per_step": 64},
+}
+"""Machine -> sizes of a step: two cores sample and train 16 short answers of a model of 135M parameters in some ten seconds."""
 
 
 def main(file: Path, **given: str | None) -> int:
@@ -121,9 +129,7 @@ def text(name: str, answers: _Answers) -> str:
     algorithm = ALGORITHMS[answers["algorithm"]]
     functions = ((_DIGITS if tiny else _SUMS) if made else "", (_OWN_DIGITS if tiny else _OWN_TEXT) if own else "")
     reward = "reward" if own else json.dumps(answers["reward"])
-    sizes = {"prompts_per_step": 16, "samples_per_prompt": 8} | (
-        {"max_prompt_tokens": 8, "max_new_tokens": 6} if tiny else {"max_prompt_tokens": 1024, "max_new_tokens": 1024}
-    )
+    sizes = _TINY_SIZES if tiny else _SIZES[answers["machine"]]
     fields = {each: str(value) for each, value in sizes.items()}
     if algorithm.get("needs_dynamic_sampling"):
         fields["filter"] = '"zero_std"'
@@ -144,6 +150,7 @@ def text(name: str, answers: _Answers) -> str:
         algorithm=answers["algorithm"],
         rollout=_lines(fields),
         lr="2e-4" if tiny else "1e-6",
+        num_prompts=16 if answers["machine"] == "laptop" and not tiny else 64,
     )
 
 
@@ -199,7 +206,7 @@ config = RunConfig(
     # The rows that are held out are never trained on; evaluation takes them before the first step and after the last.
     data=DataConfig(
 {data}    ),
-    evaluation=EvalConfig(num_prompts=64),
+    evaluation=EvalConfig(num_prompts={num_prompts}),
     reward=RewardConfig({reward}),
     algorithm=AlgorithmConfig(name="{algorithm}"),
     rollout=RolloutConfig(

@@ -201,8 +201,9 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], u
         parts.append(
             _Part(name, shown, source, taken, own.num_steps(len(shown)) * own.batch_size, make.demonstration, False)
         )
+    chats = tokenizers if config.model.path is not None else ()  # one that is built here is trained on no chats
     for part in parts:
-        report.look(lambda part=part: usable.extend(_look_at_part(part, report)), part.name)  # type: ignore[misc]
+        report.look(lambda part=part: usable.extend(_look_at_part(part, report, chats)), part.name)  # type: ignore[misc]
     for text in (*_long_warm_ups(config, opened), *(_doubts(config, opened) if config.job == "rl" else ())):
         report.add("note", text)
     report.add("ok", f"{len(opened.train)} rows to train on, {report.facts.num_held_out} held out")
@@ -287,7 +288,7 @@ _FATE = {
 }
 
 
-def _look_at_part(part: _Part, report: Report) -> list[Row]:
+def _look_at_part(part: _Part, report: Report, tokenizers: Sequence[Any]) -> list[Row]:
     """A few rows that the reward function can be tried on."""
     seen, name = _see(part), part.name
     looked_at = f"{seen.num_rows} rows that were looked at"
@@ -317,6 +318,13 @@ def _look_at_part(part: _Part, report: Report) -> list[Row]:
             f"{name}: {len(seen.too_long)} of {looked_at} ({share:.1%}) are too long, up to {longest} tokens: "
             f"{_FATE[part.settings.too_long]}; the first: {seen.too_long[0]}",
         )
+    if _lacks_template(part, seen.usable, tokenizers):
+        report.add(
+            "note",
+            f"{name}: prompts are given to the model as they are, and its tokenizer has a chat template, which a model that was "
+            f"trained on chats expects. Set {setting.removesuffix('max_bad_rows')}apply_chat_template to True, unless it is a "
+            "base model",
+        )
     if isinstance(part.rows, Dataset) and part.rows.left_out:
         report.add(
             "note",
@@ -334,6 +342,14 @@ def _look_at_part(part: _Part, report: Report) -> list[Row]:
         )
         _fit_positions(name, longest_made, report)
     return seen.usable[:_NUM_SCORED] if part.is_scored else []
+
+
+def _lacks_template(part: _Part, rows: Sequence[Row], tokenizers: Sequence[Any]) -> bool:
+    """Whether prompts are plain text, without tokens of a template in them, of a model that has a template."""
+    if part.settings.apply_chat_template or not rows or not tokenizers or not tokenizers[0].chat_template:
+        return False
+    tokens = tokenizers[0].all_special_tokens
+    return not any(token in row.prompt for row in rows for token in tokens)
 
 
 def _fit_positions(name: str, longest: _Made, report: Report) -> None:

@@ -47,6 +47,16 @@ def test_every_combination_loads(tmp_path: Path) -> None:
         )
 
 
+def test_a_step_of_a_laptop_is_smaller_than_that_of_a_gpu(tmp_path: Path) -> None:
+    tokens = {}
+    for machine in MACHINES:
+        file = tmp_path / f"{machine}.py"
+        file.write_text(text(machine, {**PLAIN, "model": "Org/Model", "machine": machine}))
+        rollout = load(file).rollout
+        tokens[machine] = rollout.prompts_per_step * rollout.samples_per_prompt * rollout.max_new_tokens
+    assert tokens == {"laptop": 2048, "gpu": 131_072, "slurm": 524_288}
+
+
 def test_options_alone_write_a_module_that_trains_what_it_makes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

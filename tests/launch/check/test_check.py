@@ -747,3 +747,18 @@ def test_a_warm_up_as_long_as_the_run_is_a_note(make: Make, tmp_path: Path) -> N
     assert "sft.warmup_steps 9 is not less than its 2 steps: the rate rises until the last of them" in texts
     findings = measured(make, tmp_path, rows, "num_steps=5", "train.warmup_steps=4")
     assert not [finding for finding in findings if "warmup_steps" in finding.text]
+
+
+def test_plain_prompts_of_a_model_with_a_chat_template_are_a_note(make: Make, tmp_path: Path) -> None:
+    path, note = (
+        "model={'path': 'a'}",
+        "data: prompts are given to the model as they are, and its tokenizer has a chat template",
+    )
+    for row, sets, told in (
+        ("{'prompt': '1', 'label': ''}", (path,), True),
+        ("{'prompt': '1', 'label': ''}", (path, "data.apply_chat_template=True"), False),
+        ("{'prompt': '<|im_start|>user', 'label': ''}", (path,), False),
+        ("{'prompt': '1', 'label': ''}", (), False),
+    ):
+        findings = measured(make, tmp_path, f"[{row}] * 80", *sets)
+        assert any(finding.text.startswith(note) for finding in findings) is told, (row, sets)
