@@ -14,7 +14,6 @@ import argparse
 import os
 import signal
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -69,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         complete(parser, verbs)
     options = vars(parser.parse_args(arguments))
-    from rondo.runtime.errors import ConfigError, RondoError
+    from rondo.runtime.errors import ConfigError, RondoError, shortage
 
     try:
         with _stops_clear_up():
@@ -79,6 +78,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_USAGE
     except RondoError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except OSError as error:
+        if (words := shortage(error)) is None:
+            raise
+        print(words, file=sys.stderr)
         return EXIT_FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -121,8 +125,8 @@ def _begun(path: Path, sets: Sequence[str]) -> Iterator[tuple[RunConfig, Nursery
     """The settings, and a nursery in which what every run loads for seconds begins to load before anything else is done."""
     from rondo.runtime.supervision.nursery import Nursery
 
-    with tempfile.TemporaryFile() as log, Nursery() as nursery:  # without a name, which SIGKILL would leave
-        nursery.belong(lambda _: (Path(f"/proc/self/fd/{log.fileno()}"), os.environ))
+    with Nursery() as nursery:  # no file has its output, which SIGKILL would leave: the last lines are in memory
+        nursery.belong(lambda _: (Path(os.devnull), os.environ))
         nursery.open()
         before = dict(os.environ)
         from rondo.launch.config import load

@@ -59,7 +59,7 @@ from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
 from rondo.runtime.admin.endpoint import AdminServer, listen
 from rondo.runtime.admin.openapi import QUERY
 from rondo.runtime.checkpoints import goes_on_from, newest_complete, set_aside, version_of
-from rondo.runtime.errors import ConfigError, RondoError
+from rondo.runtime.errors import ConfigError, RondoError, shortage
 from rondo.runtime.processes.guard import module_command
 from rondo.runtime.records import timeline
 from rondo.runtime.records.record import JsonLines
@@ -392,7 +392,10 @@ async def _supervise(
     waited: list[asyncio.Future[Any]] = [running, begun]
     await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
     if not begun.done():
-        return await running
+        try:
+            return await running
+        except OSError as error:
+            return _broken(error, attempt)
     if asked:
         supervisor.request_stop(asked[0], notice=signal.SIGUSR1.name in asked)
     rt_dir = begun.result()
@@ -456,11 +459,13 @@ async def _supervise(
                 num_asked = len(asked)
                 await keeper.finish(keeping, lambda: len(asked) > num_asked or time.monotonic() > supervisor.leave_by)
             num_asked = len(asked)
-            await trackers.finish(tracking, lambda: len(asked) > num_asked or time.monotonic() > supervisor.leave_by)
+            with telling("trackers"):
+                await trackers.finish(
+                    tracking, lambda: len(asked) > num_asked or time.monotonic() > supervisor.leave_by
+                )
             return outcome
-        except Exception as error:  # noqa: BLE001  # a mistake of ours: told whole, and the run has its summary
-            traceback.print_exception(error)
-            return Outcome(EXIT_FAILED, f"supervisor: {error!r}", {}, {}, 0.0, attempt, {}, {}, 0.0)
+        except Exception as error:  # noqa: BLE001  # the run has its summary all the same
+            return _broken(error, attempt)
         finally:
             for task in (*beside, keeping, tracking):
                 task.cancel()
@@ -468,6 +473,13 @@ async def _supervise(
             if admin is not None:
                 with telling("admin endpoint"):
                     await admin.close()
+
+
+def _broken(error: Exception, attempt: int) -> Outcome:
+    """How a run ended whose supervisor failed: for want of something, or by a mistake of ours, which is told whole."""
+    if shortage(error) is None:
+        traceback.print_exception(error)
+    return Outcome(EXIT_FAILED, f"supervisor: {shortage(error) or repr(error)}", {}, {}, 0.0, attempt, {}, {}, 0.0)
 
 
 async def _tell_steps(run: Path) -> None:

@@ -13,6 +13,7 @@ the type. All of them carry `remote_traceback`, also as a note, so that an ordin
 
 from __future__ import annotations
 
+import errno
 import traceback
 from collections.abc import Collection
 from typing import Any
@@ -123,6 +124,22 @@ class WorkerDied(RondoError, RuntimeError):
 
 class SamplerFailed(RondoError, RuntimeError):
     """A sampler of a partition raised, or broke its contract."""
+
+
+_SHORT_OF = {
+    errno.EMFILE: "This process has as many files open as it may: raise `ulimit -n`",
+    errno.ENFILE: "The system has as many files open as it may: raise fs.file-max, or end what else runs here",
+    errno.ENOSPC: "There is no room, or no inode: see `df -h` and `df -i`, and make room",
+    errno.EDQUOT: "Your quota is used up: see `quota`, and make room",
+    errno.ENOMEM: "There is no memory: end what else runs here",
+    errno.EAGAIN: "There are as many processes as there may be: raise `ulimit -u`, or the pids limit of the control group",
+}
+
+
+def shortage(error: BaseException) -> str | None:
+    """What the system is short of where that is why a call failed, and what to do; None for any other error."""
+    advice = _SHORT_OF.get(error.errno or 0) if isinstance(error, OSError) else None
+    return None if advice is None else f"{error}. {advice}"
 
 
 TRAVELLERS: dict[str, type[Exception]] = {

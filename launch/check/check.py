@@ -58,7 +58,7 @@ from rondo.runtime.errors import ConfigError, DeadlineExceeded, WorkerDied
 from rondo.runtime.memory.free import free_memory_bytes
 from rondo.runtime.processes import process
 from rondo.runtime.processes.janitor import swept_folder
-from rondo.runtime.records.record import last_lines
+from rondo.runtime.records.logs import LOGS
 from rondo.runtime.supervision.launcher import Job
 from rondo.runtime.supervision.nursery import Nursery
 
@@ -448,7 +448,7 @@ def _in_child(config: RunConfig, folder: Path, nursery: Nursery, modules: Sequen
     except WorkerDied as died:
         return Report([error(str(died))])
     if code != 0:
-        last = last_lines(job.log, num_lines=5)
+        last = LOGS.last_lines(job.log, num_lines=5)
         text = (
             f"looking at model, data and reward must end with exit code 0, got {code}: "
             f"{' | '.join(last) or 'no output'}. Run the functions that the settings name by themselves"

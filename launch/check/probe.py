@@ -30,7 +30,7 @@ from rondo.launch.machine import show_bytes
 from rondo.launch.progress import at_work
 from rondo.runtime.errors import DeadlineExceeded, WorkerDied
 from rondo.runtime.memory.free import free_memory_bytes
-from rondo.runtime.records.record import last_lines
+from rondo.runtime.records.logs import LOGS
 from rondo.runtime.supervision.launcher import Job
 from rondo.runtime.supervision.nursery import Nursery
 
@@ -83,7 +83,7 @@ class _Trying:
         except WorkerDied as died:
             return str(died)
         if any(codes) or not all(place.exists() for place in places):
-            return f"exit codes {', '.join(map(str, codes))}: {' | '.join(last_lines(log, num_lines=3)) or 'no output'}"
+            return f"exit codes {', '.join(map(str, codes))}: {' | '.join(LOGS.last_lines(log, num_lines=3)) or 'no output'}"
         return [orjson.loads(place.read_bytes()) for place in places]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from rondo.runtime.processes import guard
 from rondo.runtime.processes.process import end_all, exit_text, over, scan
-from rondo.runtime.records.record import last_lines
+from rondo.runtime.records.logs import LOGS
 from rondo.runtime.records.telling import telling
 
 FOLDER = "trackers"
@@ -83,7 +83,7 @@ class Beside:
                 code = await self._once(name, module)
                 if code == 0 and self._ending.is_set():
                     return
-                why = _CREDENTIALS.sub("...@", "".join(last_lines(self._log(name), 1))) or "said nothing"
+                why = _CREDENTIALS.sub("...@", "".join(LOGS.last_lines(self._log(name), 1))) or "said nothing"
                 self._tell("tracker_died", {"tracker": name, "how": exit_text(code), "why": why, "again_in_s": pause_s})
             if is_last:
                 return
@@ -104,9 +104,8 @@ class Beside:
     def _start(self, name: str, module: str) -> subprocess.Popen[bytes]:
         """In this process's session, so that nobody takes it for one that the run left behind, and in a process group of its own,
         which a Ctrl-C does not reach."""
-        self._log(name).parent.mkdir(exist_ok=True)
         command = guard.guarded(guard.module_command(module, str(self._run), name), deaf=True)
-        with self._log(name).open("ab") as log:
+        with LOGS.open(self._log(name)) as log:
             return subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, process_group=0,
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},

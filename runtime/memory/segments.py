@@ -27,6 +27,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -36,14 +37,24 @@ from typing import Any
 import orjson
 
 from rondo.runtime.closing import Closing
-from rondo.runtime.errors import Closed, OutOfSpace, PeerGone, ProtocolError, Refused, RondoError, describe, restore
+from rondo.runtime.errors import (
+    Closed,
+    OutOfSpace,
+    PeerGone,
+    ProtocolError,
+    Refused,
+    RondoError,
+    describe,
+    restore,
+    shortage,
+)
 from rondo.runtime.memory.free import free_memory_bytes
 from rondo.runtime.waits import blocking
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _MAX_PACKET_BYTES = 16 * 1024
 _MAX_NAME_BYTES = 200
-_JOIN_S = 5.0
+_JOIN_S, _NO_ROOM_S = 5.0, 0.1
 _REPLY_S = 30.0
 _BYTES_PER_S = 256 << 20
 """Pages are made at several times this rate; a request's deadline grows with its bytes at it."""
@@ -275,7 +286,7 @@ class SegmentServer:
             _close(fd)
             raise OutOfSpace(
                 f"segment {name} must fit into memory, got {num_bytes} bytes ({error.strerror}). "
-                "Make it smaller, or give the run more memory"
+                + (shortage(error) or "Make it smaller, or give the run more memory")
             ) from error
         finally:
             self._made(left)
@@ -299,7 +310,10 @@ class SegmentServer:
             try:
                 connection, _ = listener.accept()
             except OSError:
-                return  # close() has shut the listener down
+                if self._listener is not listener:
+                    return  # close() has shut it down
+                time.sleep(_NO_ROOM_S)  # no descriptor, or a caller that was gone at once
+                continue
             thread = threading.Thread(target=self._serve, args=(connection,), name="segments-client", daemon=True)
             with self._lock:
                 self._clients[connection] = thread
@@ -317,6 +331,8 @@ class SegmentServer:
                     reply, fd = self._answer(connection, orjson.loads(packet))
                 except (RondoError, ValueError, TypeError, KeyError) as error:
                     reply, fd = {"error": describe(error)}, -1
+                except OSError as error:
+                    reply, fd = {"error": describe(OutOfSpace(f"the supervisor: {shortage(error) or error}"))}, -1
                 try:
                     _send(connection, reply, fd)
                 finally:

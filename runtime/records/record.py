@@ -142,10 +142,14 @@ def last_lines(path: Path, num_lines: int = 30, num_bytes: int = 64 * 1024) -> t
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - num_bytes))
-            text = file.read(num_bytes).decode(errors="replace")
+            return lines_of(file.read(num_bytes), num_lines)
     except OSError:
         return ()
-    return tuple(line for line in text.splitlines() if line.strip())[-num_lines:]
+
+
+def lines_of(data: bytes, num_lines: int) -> tuple[str, ...]:
+    """The last lines of a text that are not empty."""
+    return tuple(line for line in data.decode(errors="replace").splitlines() if line.strip())[-num_lines:]
 
 
 def _value(value: object) -> str:

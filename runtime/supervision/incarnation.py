@@ -47,6 +47,8 @@ class Watcher(Protocol):
 
     def strays(self) -> list[process.Stat]: ...
 
+    def short_of(self, error: OSError) -> None: ...
+
     def worker_exited(self, life: Incarnation, worker: Registration, code: int | None) -> None: ...
 
     def main_exited(self, life: Incarnation, code: int) -> None: ...
@@ -60,7 +62,6 @@ class Incarnation:
         name: str,
         number: int,
         log: Path,
-        heartbeat: Segment,
         watcher: Watcher,
     ) -> None:
         self.name = name
@@ -72,7 +73,7 @@ class Incarnation:
         self.workers: dict[int, Registration] = {}
         self.ending: asyncio.Task[None] | None = None
         """The task that ends it, once there is one."""
-        self._heartbeat: Segment | None = heartbeat
+        self.heartbeat: Segment | None = None
         self._watcher = watcher
         self._cpu_ticks: dict[int, int] = {}
         self._watches: list[Callable[[], None]] = []
@@ -91,7 +92,7 @@ class Incarnation:
 
     def beats(self) -> tuple[Beat, ...]:
         """The heartbeats of its ranks; empty once it is closed."""
-        return read_beats(self._heartbeat.view(readonly=True)) if self._heartbeat is not None else ()
+        return read_beats(self.heartbeat.view(readonly=True)) if self.heartbeat is not None else ()
 
     @property
     def pids(self) -> tuple[int, ...]:
@@ -124,8 +125,8 @@ class Incarnation:
 
     def ask_to_leave(self) -> None:
         """Save and leave."""
-        if self._heartbeat is not None:
-            ask_to_leave(self._heartbeat.view())
+        if self.heartbeat is not None:
+            ask_to_leave(self.heartbeat.view())
         self.signal(signal.SIGTERM)
 
     async def dump(self) -> None:
@@ -143,8 +144,13 @@ class Incarnation:
             pause_s = 0.005
             while True:
                 gone = self.main is None or self.main.poll() is not None
-                if not self._kill_once() and gone:
-                    break
+                try:
+                    if not self._kill_once() and gone:
+                        break
+                except OSError as error:  # no descriptor to look with: what is below the main process dies with it
+                    self._watcher.short_of(error)
+                    if not gone and self.main is not None:
+                        self.main.send_signal(signal.SIGKILL)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, 0.1)
         self.close()
@@ -164,9 +170,9 @@ class Incarnation:
 
     def close(self) -> None:
         """Stops watching. Safe to call twice."""
-        if self._heartbeat is not None:
-            self._heartbeat.close()
-            self._heartbeat = None
+        if self.heartbeat is not None:
+            self.heartbeat.close()
+            self.heartbeat = None
         for stop in self._watches:
             stop()
         self._watches.clear()

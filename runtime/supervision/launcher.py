@@ -1,8 +1,8 @@
 """Launcher: the command line, environment and log of everything that the supervisor starts.
 
 Owns how processes are started: through the guard, in a session of their own (a Ctrl-C on the terminal reaches the
-supervisor alone), their output in `logs/attempt_N/<group>.<incarnation>.log`. Does not own when. What needs torch is a `Job`,
-which the nursery forks.
+supervisor alone), their output in `logs/attempt_N/<group>.<incarnation>.log` (`logs.py`). Does not own when. What needs torch is
+a `Job`, which the nursery forks.
 
 torchrun starts the workers of a role group, through proxies, and never restarts them (`--max-restarts 0`): that is the
 supervisor's business. It meets in the run's one store, under an id of this incarnation, and opens no listening socket of its own.
@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from rondo.runtime.processes.cgroup import Cgroup
 from rondo.runtime.processes.guard import CGROUP, guarded, module_command
+from rondo.runtime.records.logs import LOGS
 from rondo.runtime.supervision import proxy
 from rondo.runtime.supervision.spec import (
     ATTEMPT,
@@ -41,6 +42,8 @@ TORCHRUN_MAIN = "torch.distributed.run:main"
 ROOT_MAIN = "rondo.runtime.supervision.root:main"
 STORE_MAIN = "rondo.runtime.supervision.store:main"
 _LOG = re.compile(r"(.+)\.(\d+)\.log")
+_KEPT_LOGS = 32
+"""Of a role group or service: those of its first life and of so many newest ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +82,12 @@ class Surroundings:
         }
 
     def log_path(self, name: str, incarnation: int, attempt: int) -> Path:
-        folder = self.run_dir / "logs" / f"attempt_{attempt}"
-        folder.mkdir(parents=True, exist_ok=True)
-        return folder / f"{name}.{incarnation}.log"
+        """Where that life's output goes. Logs of lives that are long over are removed."""
+        logs = self.run_dir / "logs"
+        lives = {int(found[2]): path for path in logs.glob(f"*/{name}.*.log") if (found := _LOG.fullmatch(path.name))}
+        for _, path in sorted(lives.items())[1:-_KEPT_LOGS]:
+            path.unlink(missing_ok=True)
+        return logs / f"attempt_{attempt}" / f"{name}.{incarnation}.log"
 
     def place(self, name: str, attempt: int) -> Callable[[int], tuple[Path, dict[str, str]]]:
         """Log and environment of a process of that name, by its incarnation."""
@@ -151,7 +157,7 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Starts a command that dies with this process, and where it is `deaf` ignores signals that are meant for the supervisor
     (`guard.py`). To be called from the main thread only."""
-    with log.open("ab") as output:
+    with LOGS.open(log) as output:
         return subprocess.Popen(
             guarded(command, deaf=deaf),
             stdin=subprocess.DEVNULL,

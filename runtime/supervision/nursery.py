@@ -46,7 +46,7 @@ from rondo.runtime.closing import Closing
 from rondo.runtime.errors import DeadlineExceeded, WorkerDied
 from rondo.runtime.processes.guard import PARENT_PID, die_with_parent
 from rondo.runtime.processes.process import exit_text, over
-from rondo.runtime.records.record import last_lines
+from rondo.runtime.records.logs import LOGS
 from rondo.runtime.reference import load_reference
 from rondo.runtime.supervision.launcher import STORE_MAIN, TORCHRUN_MAIN, Job, start
 from rondo.runtime.supervision.proxy import NOT_FORKED
@@ -123,10 +123,10 @@ class Nursery(Closing):
             self._log, _ = place(self._number)
             self._loads += 1
             with (
-                self._log.open("ab") as log,
                 contextlib.suppress(OSError),
+                LOGS.open(self._log) as log,
             ):  # it has ended: the next job opens another one
-                socket.send_fds(self._orders, [json.dumps(self._modules).encode()], [log.fileno()])
+                socket.send_fds(self._orders, [json.dumps(self._modules).encode()], [log])
 
     @property
     def pids(self) -> dict[str, int]:
@@ -144,14 +144,14 @@ class Nursery(Closing):
         ours, theirs = socket.socketpair()
         with ours:
             ours.setblocking(False)
-            with theirs:
+            with theirs, LOGS.open(job.log) as log:
                 try:
-                    socket.send_fds(self._orders, [_GO], [theirs.fileno(), *job.fds])
+                    socket.send_fds(self._orders, [_GO], [theirs.fileno(), log, *job.fds])
                 except OSError:  # it has ended, or has read nothing for hundreds of jobs
                     raise await self._died(asked) from None
             try:
                 async with waiting(name, peer=NAME, deadline_s=deadline_s):
-                    await loop.sock_sendall(ours, json.dumps(asdict(job) | {"log": str(job.log)}).encode() + b"\n")
+                    await loop.sock_sendall(ours, json.dumps(asdict(job) | {"log": -1}).encode() + b"\n")
                     answer = await loop.sock_recv(ours, 64)
             except ConnectionError:
                 answer = b""
@@ -205,7 +205,7 @@ class Nursery(Closing):
         asked.kill()
         with contextlib.suppress(DeadlineExceeded):
             await _end_of(asked)
-        lines = "\n".join(last_lines(self._log))
+        lines = "\n".join(LOGS.last_lines(self._log))
         return WorkerDied(
             f"the nursery must start what it is told, got {how}. Read {self._log}; it ends with:\n{lines}"
         )
@@ -247,7 +247,7 @@ def serve(orders: socket.socket) -> dict[str, Any] | None:
         os.execv(sys.executable, [*_COMMAND, _JOB, numbers, reason])
 
 
-def _job(told: int, *descriptors: int) -> dict[str, Any] | None:
+def _job(told: int, log: int, *descriptors: int) -> dict[str, Any] | None:
     """What this process is to do; None where it is to begin nothing, since whoever asked has given it up."""
     with socket.socket(fileno=told) as asked, asked.makefile("rb") as lines, contextlib.suppress(ConnectionError):
         line = lines.readline()
@@ -255,7 +255,7 @@ def _job(told: int, *descriptors: int) -> dict[str, Any] | None:
             asked.sendall(str(os.getpid()).encode())
         if line and lines.read(1):
             job: dict[str, Any] = json.loads(line)
-            return job | {"fds": descriptors}
+            return job | {"log": log, "fds": descriptors}
     return None
 
 
@@ -277,7 +277,7 @@ def _forked_for(supervisor: int) -> bool:
 def become(job: dict[str, Any]) -> NoReturn:
     """Does a job as if this process had been started for it, but for its end (`_leave`)."""
     os.setsid()
-    _write_to(os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644))
+    _write_to(job["log"])
     os.environ.clear()
     os.environ.update(job["environment"])
     os.environ[PARENT_PID] = str(os.getpid())

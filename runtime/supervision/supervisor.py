@@ -29,12 +29,12 @@ import orjson
 
 from rondo.runtime.actors.actor import Actor, endpoint, serve
 from rondo.runtime.actors.ref import ActorRef
-from rondo.runtime.errors import DeadlineExceeded, Refused, RondoError
+from rondo.runtime.errors import DeadlineExceeded, Refused, RondoError, shortage
 from rondo.runtime.memory.segments import Registration
 from rondo.runtime.processes import process
 from rondo.runtime.processes.place import oom_kills, place
 from rondo.runtime.records.ledger import Ledger
-from rondo.runtime.records.record import last_lines
+from rondo.runtime.records.logs import LOGS
 from rondo.runtime.records.telling import telling
 from rondo.runtime.supervision.announcer import Announcer
 from rondo.runtime.supervision.estate import Estate
@@ -74,6 +74,8 @@ TICK_S = 0.25
 _MORE_DIGITS = "000"
 """Replicas that come later have longer names."""
 _ANSWER_S, _REGISTER_S = 5.0, 30.0
+_NUM_SPARE = 16
+"""Descriptors that are held from the start, for when there are no others: role groups end and start again with these."""
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP, signal.SIGINT)
 
 
@@ -109,6 +111,7 @@ class Supervisor(Actor):
         )
         self._lives: dict[str, Incarnation] = {}
         self._faults = list(config.kill)
+        self._shortages: set[str] = set()
         self._num_dumps = 0
         self._num_interrupts = 0
         self.leave_by = math.inf
@@ -127,6 +130,9 @@ class Supervisor(Actor):
         run_dir = self._config.run_dir
         longest = max((f"{name}.{g.num_processes}" for name, g in self._groups.items()), key=len) + _MORE_DIGITS
         with contextlib.ExitStack() as ends:
+            self._spare = ends.enter_context(contextlib.ExitStack())
+            for _ in range(_NUM_SPARE):
+                self._spare.callback(os.close, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
             ends.enter_context(self._signals())
             self._estate = ends.enter_context(Estate(run_dir, longest, self._on_register))
             self._ledger = ends.enter_context(Ledger(run_dir, self._on_event))
@@ -138,6 +144,7 @@ class Supervisor(Actor):
             if self._estate.cgroup is not None:
                 for pid in self._nursery.pids.values():  # one that was there before the group
                     self._estate.cgroup.add(pid)
+            ends.callback(LOGS.settle)
             ends.callback(self._close_lives)
             async with await serve(
                 self, self._estate.address("supervisor"), token=self._estate.token, name="supervisor"
@@ -197,7 +204,10 @@ class Supervisor(Actor):
                 self._do(self._machine.tick(time.monotonic(), self._beats()))
                 with telling("memory and processor time"):
                     self._ledger.sample(self._lives.values(), self._nursery.pids, self._segment_bytes())
-                process.reap(self.strays())  # what roles left behind: servers of theirs have processes of their own
+                try:
+                    process.reap(self.strays())  # what roles left behind: servers of theirs have processes of their own
+                except OSError as error:
+                    self.short_of(error)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._finished.wait(), TICK_S)
             for helper in self._helpers:
@@ -244,12 +254,15 @@ class Supervisor(Actor):
     def _start(self, order: Start) -> None:
         name, number, around = order.child, order.incarnation, self._estate.surroundings
         num_ranks = self._groups[name].num_processes if name in self._groups else 1
-        heartbeat = self._estate.segments.segment(segment_name(name, number), segment_bytes(num_ranks))
-        log = around.log_path(name, number, order.attempt)
-        life = Incarnation(name, number, log, heartbeat, self)
+        life = Incarnation(name, number, around.log_path(name, number, order.attempt), self)
         self._lives[name] = life
-        if name in self._services:
-            self._begin(life, around.start_service(name, self._services[name], number, order.attempt))
+        try:
+            life.heartbeat = self._estate.segments.segment(segment_name(name, number), segment_bytes(num_ranks))
+            if name in self._services:
+                self._begin(life, around.start_service(name, self._services[name], number, order.attempt))
+                return
+        except (OSError, RondoError) as error:
+            self._not_started(life, error)
             return
         if name == STORE_NAME:
             job = around.store_job(name, number, order.attempt, self._estate.store_socket.fileno())
@@ -261,16 +274,27 @@ class Supervisor(Actor):
 
     async def _fork(self, life: Incarnation, job: Job) -> None:
         try:
-            main = await self._nursery.start(job)
-        except RondoError as error:
-            self._failed(life, f"not started: {error}")
-        else:
-            self._begin(life, main)
+            self._begin(life, await self._nursery.start(job))
+        except (OSError, RondoError) as error:
+            self._not_started(life, error)
 
     def _begin(self, life: Incarnation, main: Main) -> None:
         life.begin(main)
         data = {"group": life.name, "incarnation": life.number, "pid": main.pid}
         self._ledger.record("supervisor", "starting", data)
+
+    def _not_started(self, life: Incarnation, error: Exception) -> None:
+        self.short_of(error)
+        self._failed(life, f"not started: {shortage(error) or error}")
+
+    def short_of(self, error: BaseException) -> None:
+        """Tells what this process is short of, once, and lets go of the descriptors that are held for that."""
+        words = shortage(error)
+        if words is not None and words not in self._shortages:
+            self._shortages.add(words)
+            self._ledger.record("supervisor", "short", {"why": words})
+        if words is not None:
+            self._spare.close()
 
     def _end(self, life: Incarnation, *, dump: bool = False) -> None:
         if life.ending is None:
@@ -279,14 +303,15 @@ class Supervisor(Actor):
     async def _end_all_of(self, life: Incarnation, dump: bool) -> None:
         if dump:
             await life.dump()
-            self._machine.explain(life.name, life.number, last_lines(life.log))
+            self._machine.explain(life.name, life.number, LOGS.last_lines(life.log))
         try:
             await life.end()
         except DeadlineExceeded as error:  # held in the kernel: nothing may be built on its being gone
             self._do(self._machine.fatal(life.name, str(error), time.monotonic()))
         life.close()
         self._estate.segments.drop(segment_name(life.name, life.number))
-        process.reap(self.strays())
+        with contextlib.suppress(OSError):  # the next look collects them
+            process.reap(self.strays())
         self._do(self._machine.gone(life.name, life.number, time.monotonic()))
 
     def strays(self) -> list[process.Stat]:
@@ -347,7 +372,7 @@ class Supervisor(Actor):
         return (code == 0 and (leaving or life.name in self._groups)) or (code == -signal.SIGTERM and leaving)
 
     def _failed(self, life: Incarnation, what: str, *, pid: int | None = None, rank: int | None = None) -> None:
-        lines = last_lines(life.log)
+        lines = LOGS.last_lines(life.log)
         now = time.monotonic()
         self._do(self._machine.failed(life.name, life.number, what, now, rank=rank, pid=pid, last_lines=lines))
 
@@ -369,6 +394,9 @@ class Supervisor(Actor):
                 self._lives[group].add(registration)
             except ProcessLookupError:
                 welcome = False  # dead meanwhile: its main process tells
+            except OSError as error:
+                welcome = False
+                self._not_started(self._lives[group], error)
             else:
                 data = {"group": group, "incarnation": number, "rank": rank, "pid": registration.pid}
                 self._ledger.record("supervisor", "registered", data)

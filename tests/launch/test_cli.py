@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -77,25 +76,6 @@ def test_what_every_run_loads_begins_first_and_anew_with_variables_that_the_conf
     setting = ("\nconfig = ", "\nimport os\n\nos.environ['HF_HOME'] = 'after'\nconfig = ")
     assert main(["sft", str(configs.write(tmp_path, setting, name="sets.py"))]) == 2
     assert opened == ["before", "before", "after"]
-
-
-def test_what_begins_to_load_writes_into_a_file_without_a_name_that_sigkill_would_leave(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found: list[tuple[str, list[Path]]] = []
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-
-    def opens(nursery: Nursery) -> None:
-        assert nursery._place is not None
-        log, _ = nursery._place(0)
-        with log.open("ab") as output:
-            output.write(b"loads")
-        found.append((log.read_text(), list(temporary.iterdir())))
-
-    monkeypatch.setattr(Nursery, "open", opens)
-    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    assert main(["sft", str(configs.write(tmp_path))]) == 2 and found == [("loads", [])]
 
 
 def test_show_prints_all_settings_as_json(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ from rondo.roles.engines.sglang.shared_memory import FOLDER, SharedNames
 from rondo.runtime.admin.tokens import write_private
 from rondo.runtime.errors import DeadlineExceeded, PeerGone, WorkerDied
 from rondo.runtime.processes.process import Stat, below, exit_text, kill_session, over, processes
-from rondo.runtime.records.record import last_lines
+from rondo.runtime.records.logs import LOGS
 from rondo.runtime.supervision.launcher import start as start_guarded
 from rondo.runtime.waits import wait_for, waiting
 
@@ -202,7 +202,7 @@ class SGLangServer:
     async def _answers(self, client: SGLangClient) -> bool:
         """Raises WorkerDied when it has ended instead."""
         if self._process is not None and self._exit is not None and self._exit.done():
-            lines = "\n".join(last_lines(self.log))
+            lines = "\n".join(LOGS.last_lines(self.log))
             raise WorkerDied(
                 f"the SGLang server {self.name} must start, got {exit_text(self._process.returncode)}. "
                 f"Read {self.log}; it ends with:\n{lines}"

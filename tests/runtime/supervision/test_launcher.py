@@ -10,6 +10,7 @@ import pytest
 
 from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.errors import ConfigError
+from rondo.runtime.records.logs import LOGS
 from rondo.runtime.supervision import launcher
 from rondo.runtime.supervision.launcher import Surroundings, used_incarnations
 from rondo.runtime.supervision.spec import GroupSpec, SupervisorConfig
@@ -47,17 +48,30 @@ def test_a_started_command_is_guarded_leads_a_session_and_writes_to_its_log(tmp_
         **os.environ, "RONDO_X": "x",
     }, log)  # fmt: skip
     assert main.wait(60) == 0
-    parent, session, pid, given, oops = log.read_text().split()
+    parent, session, pid, given, oops = " ".join(LOGS.last_lines(log)).split()
     assert (parent, session, pid, given, oops) == (str(os.getpid()), str(main.pid), str(main.pid), "x", "oops")
 
 
 def test_incarnations_that_were_used_are_read_from_the_logs(tmp_path: Path) -> None:
     around = Surroundings(tmp_path, tmp_path / "rt", ("127.0.0.1", 1))
     for name, number, attempt in (("actor-0", 1, 0), ("actor-0", 10, 1), ("actor-0", 9, 1), ("store", 2, 1)):
-        around.log_path(name, number, attempt).touch()
+        path = around.log_path(name, number, attempt)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
     (tmp_path / "logs" / "attempt_1" / "note.txt").touch()
     assert used_incarnations(tmp_path) == {"actor-0": 10, "store": 2}
     assert used_incarnations(tmp_path / "none") == {}
+
+
+def test_logs_of_lives_that_are_long_over_are_removed_but_for_the_first(tmp_path: Path) -> None:
+    around = Surroundings(tmp_path, tmp_path / "rt", ("127.0.0.1", 1))
+    (tmp_path / "logs" / "attempt_0").mkdir(parents=True)
+    for number in range(1, 41):
+        around.log_path("rollout-1", number, 0).touch()
+        around.log_path("rollout-10", number, 0).touch()
+    around.log_path("rollout-1", 41, 0)
+    left = sorted(int(path.name.split(".")[1]) for path in (tmp_path / "logs").glob("*/rollout-1.*.log"))
+    assert left == [1, *range(9, 41)]
 
 
 @pytest.mark.parametrize("name", ["store", "coordinator", "actor/0", "Actor-0", "rollout-0"])

@@ -1,0 +1,94 @@
+"""A supervisor that is short of inodes or descriptors: roles start again, and what was missing is told by its name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.runtime.supervision.test_supervisor import Program, program
+
+IDLE = [("beta-0", 1, ["Idle"])]
+
+
+def restarted(run: Program, incarnation: int = 2) -> None:
+    """After a death by SIGKILL."""
+    os.kill(run.pid("beta-0", incarnation=incarnation - 1), signal.SIGKILL)
+    run.ready("beta-0", incarnation=incarnation)
+
+
+def stopped(run: Program) -> dict[str, object]:
+    run.process.send_signal(signal.SIGTERM)
+    return run.end()
+
+
+def test_a_log_that_cannot_be_opened_decides_no_life(tmp_path: Path) -> None:
+    with program(tmp_path, IDLE) as run:
+        run.ready("store", "coordinator", "beta-0")
+        (tmp_path / "logs" / "attempt_0").rename(tmp_path / "logs" / "away")
+        (tmp_path / "logs" / "attempt_0").touch()  # no file can be made there
+        restarted(run)
+        assert stopped(run)["exit_code"] == 75 and run.of("not_told", what="logs")
+
+
+@contextlib.contextmanager
+def tiny_disk(folder: Path) -> Iterator[None]:
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m,nr_inodes=48", "tmpfs", folder], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip("no file system of few inodes can be mounted here")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_without_an_inode_a_role_starts_again(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path), program(tmp_path, IDLE) as run:
+        run.ready("store", "coordinator", "beta-0")
+        with contextlib.suppress(OSError):
+            for number in range(100):
+                (tmp_path / f"fill{number}").touch()
+        restarted(run)
+        (tmp_path / "fill0").unlink()
+        restarted(run, 3)
+        assert stopped(run)["exit_code"] == 75
+        (died, _) = run.of("died")
+        assert died["cause"] in ("killed by SIGKILL", "ended without a word")
+        assert "No space left on device" in run.of("not_told", what="logs")[0]["why"]
+
+
+def test_without_a_descriptor_a_role_starts_again_with_those_that_were_held_back(tmp_path: Path) -> None:
+    with program(tmp_path, IDLE) as run:
+        run.ready("store", "coordinator", "beta-0")
+        pid = run.process.pid
+        used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}  # noqa: PTH208
+        first_free = next(number for number in range(1 << 16) if number not in used)
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (first_free, first_free))
+        restarted(run)
+        assert stopped(run)["exit_code"] == 75
+        (short,) = run.of("short")
+    assert "Too many open files" in short["why"] and "raise `ulimit -n`" in short["why"]
+
+
+def test_a_run_that_can_open_nothing_ends_with_that_as_its_cause(tmp_path: Path) -> None:
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (44, limit[1]))
+    try:
+        run = Program(tmp_path, IDLE, max_restarts=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    try:
+        resource.prlimit(run.process.pid, resource.RLIMIT_NOFILE, (44, 44))
+        outcome = run.end()
+    finally:
+        run.close()
+    assert outcome["exit_code"] == 1
+    assert "not started: " in str(outcome["first_cause"]) and "Too many open files" in str(outcome["first_cause"])
