@@ -104,7 +104,7 @@ class Logs:
         try:
             os.set_blocking(pipe, False)
             with self._lock:
-                self._listen(pipe, self._of_path.pop(path, None) or _Log(path))
+                self._listen(pipe, self._of_path.get(path) or _Log(path))
         except BaseException:
             os.close(pipe)
             os.close(end)
@@ -136,6 +136,7 @@ class Logs:
             threading.Thread(target=self._run, args=(self._ready,), name="logs", daemon=True).start()
         self._ready.register(pipe, select.EPOLLIN)
         log.pipes.add(pipe)
+        self._of_path.pop(log.path, None)  # it becomes the newest
         self._of_pipe[pipe] = self._of_path[log.path] = log
         log.write(b"")  # the file is there from the start: its name tells that this process has been
         ended = [path for path, each in self._of_path.items() if not each.pipes]
