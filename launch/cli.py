@@ -1,6 +1,6 @@
 """The `rondo` command: parse, resolve, import what the verb needs, run.
 
-Owns the verbs, their options and the exit codes: 0 done, 1 failed, 2 wrong usage or settings (nothing was started),
+Owns the verbs, their options and the exit codes: 0 done, 1 failed, 2 wrong usage, settings or files,
 75 stopped and can be resumed. Whatever a user got wrong is told in one line a mistake on stderr, without a traceback.
 
     rondo train examples/quickstart.py --set train.lr=1e-5 --kill actor@5

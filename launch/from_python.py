@@ -58,11 +58,11 @@ def train(config: RunConfig | Path | str, sets: Sequence[str] = ()) -> Trained:
         told = errors.read().strip()
     if interrupted:
         raise KeyboardInterrupt
-    if code == 2:
-        raise ConfigError(told)
     summary = read(path) if path is not None else None
+    cause = (summary.first_cause if summary is not None else None) or told or "no cause told"
+    if code == 2:
+        raise ConfigError(cause)
     if path is None or code not in (0, 75):
-        cause = (summary.first_cause if summary is not None else None) or told or "no cause told"
         raise RondoError(f"the run must end well, got exit code {code}: {cause}. Look into {path}, and `rondo explain`")
     return Trained(path, code, summary)
 

@@ -277,7 +277,7 @@ def supervised(
 
 def ended(outcome: Outcome) -> int:
     """The exit code of a command whose run leaves nothing to go on with: 130 where it was stopped; what it failed of is told."""
-    if outcome.exit_code == EXIT_FAILED:
+    if outcome.first_cause is not None:
         print(outcome.first_cause, file=sys.stderr)
     return EXIT_INTERRUPTED if outcome.exit_code == EXIT_REQUEUE else outcome.exit_code
 

@@ -40,6 +40,7 @@ from rondo.runtime.supervision.orders import (
     EXIT_DONE,
     EXIT_FAILED,
     EXIT_REQUEUE,
+    EXIT_USAGE,
     Action,
     Cause,
     Child,
@@ -320,14 +321,16 @@ class Supervision:
             if self.phase is Phase.STOPPING and life.state is State.LEAVING and now < life.leave_by:
                 life.failed = life.comes_up = True
 
-    def fatal(self, name: str, what: str, now: float) -> list[Action]:
-        """Something that no restart repairs, as told by a child: the run fails with this as its cause; one that is being stopped
-        does so if it has nothing to go on from."""
+    def fatal(self, name: str, what: str, now: float, exit_code: int = EXIT_FAILED) -> list[Action]:
+        """Something that no restart repairs, as told by a child: the run fails with this as its cause, and ends with that exit
+        code; one that is being stopped does so if it has nothing to go on from."""
         if self.phase is Phase.STOPPING:
             self.unsaved(name, what)
         if self.phase not in (Phase.RUNNING, Phase.RESTARTING):
             return []
-        return self._fail(what, Cause(name, self._lives[name].incarnation if name in self._lives else 0, what), now)
+        return self._fail(
+            what, Cause(name, self._lives[name].incarnation if name in self._lives else 0, what), now, exit_code
+        )
 
     def committed(self, now: float) -> None:
         """There is a version that this attempt has made."""
@@ -427,7 +430,7 @@ class Supervision:
     @property
     def first_cause(self) -> Cause | None:
         """Why the run failed; None while and where it did not."""
-        if self._first is None or self._exit_code != EXIT_FAILED:
+        if self._first is None or self._exit_code not in (EXIT_FAILED, EXIT_USAGE):
             return None
         told = self._causes.get((self._first.child, self._first.incarnation), self._first)
         return told if told.what == self._first.what else self._first  # the same, by now with its last lines
@@ -550,9 +553,9 @@ class Supervision:
         data = {"why": why, "attempt": self.attempt + 1, "cause": str(replace(cause, last_lines=()))}
         return [Note("global_restart", data), *self._kill_all(now)]
 
-    def _fail(self, why: str, cause: Cause, now: float) -> list[Action]:
+    def _fail(self, why: str, cause: Cause, now: float, exit_code: int = EXIT_FAILED) -> list[Action]:
         self._first = self._first or cause
-        self.phase, self._exit_code = Phase.FAILING, EXIT_FAILED
+        self.phase, self._exit_code = Phase.FAILING, exit_code
         self._meeting = None
         return [self._told(why, cause), *self._kill_all(now)]
 

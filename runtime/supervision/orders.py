@@ -155,7 +155,7 @@ class Finish:
 
 Action = Start | Terminate | Kill | TellDead | TellDraining | Clear | DumpStacks | Note | Finish
 
-EXIT_DONE, EXIT_FAILED, EXIT_REQUEUE, EXIT_INTERRUPTED = 0, 1, 75, 130
+EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_REQUEUE, EXIT_INTERRUPTED = 0, 1, 2, 75, 130
 
 
 @dataclass(frozen=True, slots=True)

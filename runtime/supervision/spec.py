@@ -116,7 +116,7 @@ class SupervisorView:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a run ended. 0 done, 75 stopped and can be resumed, 1 failed with `first_cause`."""
+    """How a run ended. 0 done, 75 stopped and can be resumed, 1 failed with `first_cause`, 2 with one that no restart mends."""
 
     exit_code: int
     first_cause: str | None

@@ -45,6 +45,7 @@ from rondo.runtime.supervision.machine import Supervision
 from rondo.runtime.supervision.nursery import NAME as NURSERY
 from rondo.runtime.supervision.nursery import Nursery
 from rondo.runtime.supervision.orders import (
+    EXIT_FAILED,
     Action,
     Child,
     Clear,
@@ -431,7 +432,7 @@ class Supervisor(Actor):
         """A record of `source`. Kinds with a meaning here: "metrics" (goes to metrics.jsonl), "committed" (progress; its
         "version" counts committed steps), "journal_waits" (progress), "checkpoint" (took "save_s"), "unsaved" ("cause": why a
         stop saves nothing), "kept" (it leaves to start again, without saving), "stop" (for a "reason"), "fatal" ("cause" ends the
-        run)."""
+        run, with "exit_code")."""
         self._ledger.record(source, kind, data)
         if kind == "committed":
             self._machine.committed(time.monotonic())
@@ -447,7 +448,8 @@ class Supervisor(Actor):
         elif kind == "stop":
             self.request_stop(str(data.get("reason", "unknown")))
         elif kind == "fatal":
-            self._do(self._machine.fatal(source, str(data.get("cause", "unknown")), time.monotonic()))
+            told = str(data.get("cause", "unknown")), time.monotonic(), data.get("exit_code", EXIT_FAILED)
+            self._do(self._machine.fatal(source, *told))
 
     @endpoint
     async def roster(self) -> dict[str, Any]:

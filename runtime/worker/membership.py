@@ -21,11 +21,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rondo.runtime.actors.ref import ActorRef
+from rondo.runtime.errors import ConfigError, Fatal
 from rondo.runtime.memory.segments import SegmentClient
 from rondo.runtime.processes import process
 from rondo.runtime.processes.guard import PARENT_PID
 from rondo.runtime.supervision import spec
 from rondo.runtime.supervision.heartbeat import BEAT_S, HeartbeatWriter, segment_bytes, segment_name
+from rondo.runtime.supervision.orders import EXIT_FAILED, EXIT_USAGE
 
 _CALL_S = 30.0
 
@@ -103,6 +105,20 @@ class Membership:
             assert timer is not None
             timer.cancel()
             self.supervisor.close()
+
+    @contextlib.asynccontextmanager
+    async def ending_the_run(self) -> AsyncIterator[None]:
+        """Reports an error of the body that no restart mends. The run ends with it, with exit code 2 for a setting or file that
+        breaks a rule, and with 1 for a `Fatal` one."""
+        try:
+            yield
+        except* ConfigError as group:
+            first: BaseException = group
+            while isinstance(first, BaseExceptionGroup):
+                first = first.exceptions[0]
+            told = {"cause": str(first), "exit_code": EXIT_FAILED if isinstance(first, Fatal) else EXIT_USAGE}
+            await self.supervisor.call("report", self.group, "fatal", told, deadline_s=_CALL_S)
+            raise
 
     def _look(self) -> None:
         """torchrun sends SIGTERM too, when another rank died, and service managers do to all processes: then nobody leaves."""

@@ -50,7 +50,7 @@ def main(run: Callable[[Membership], Coroutine[Any, Any, None]]) -> None:
     timeline.begin(me.run_dir, me.group, 0, me.incarnation, me.attempt)
 
     async def living() -> None:
-        async with me.living():
+        async with me.living(), me.ending_the_run():
             await run(me)
 
     walk_all_seldom()

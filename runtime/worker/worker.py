@@ -6,7 +6,7 @@ runs all roles in one task group, and leaves. Does not own what a role does (`co
     exit 0    every role has returned, by itself or because it was asked to by the supervisor (`ctx.stopping`), or what it waited
               for comes no more since the run is being stopped (`Stopping`)
     exit 1    a role raised: its traceback is in the log; the supervisor replaces the whole role group, or ends the run where no
-              restart repairs it (`Fatal`)
+              restart repairs it (`ConfigError`, `Fatal`)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NoReturn, Protocol
 import uvloop
 
 from rondo.runtime.actors.actor import Actor, serve
-from rondo.runtime.errors import Fatal, Stopping
+from rondo.runtime.errors import Stopping
 from rondo.runtime.records import telling, timeline
 from rondo.runtime.records.record import log_to_stderr
 from rondo.runtime.reference import load_reference
@@ -57,15 +57,16 @@ async def run(me: Membership, references: Sequence[str]) -> None:
             if NOT_FORKED in os.environ:
                 await contexts[0].report("not_forked", {"rank": me.rank, "why": os.environ[NOT_FORKED]})
             loading = timeline.span("load", contexts[0].role_group, part="classes")
-            with loading, me.heartbeat.section("load", process.load_s):
-                classes = await contexts[0].compute(_load, references)
-            for context, role_class in zip(contexts, classes, strict=True):
-                context.role = getattr(role_class, "role", context.role_group)
-            roles: list[Role] = [role(context) for role, context in zip(classes, contexts, strict=True)]
+            async with me.ending_the_run():
+                with loading, me.heartbeat.section("load", process.load_s):
+                    classes = await contexts[0].compute(_load, references)
+                for context, role_class in zip(contexts, classes, strict=True):
+                    context.role = getattr(role_class, "role", context.role_group)
+                roles: list[Role] = [role(context) for role, context in zip(classes, contexts, strict=True)]
             telling.PROCESS.listener = _to_supervisor(contexts[0])
             async with asyncio.TaskGroup() as group:
-                for role, context, reference in zip(roles, contexts, references, strict=True):
-                    group.create_task(_run_to_end(role, context), name=reference)
+                for role, reference in zip(roles, references, strict=True):
+                    group.create_task(_run_to_end(me, role), name=reference)
             # Nothing that fails from here on is a reason to run the roles again.
             me.heartbeat.leave()
     finally:
@@ -73,20 +74,13 @@ async def run(me: Membership, references: Sequence[str]) -> None:
         process.close()
 
 
-async def _run_to_end(role: Role, context: WorkerContext) -> None:
-    """At a stop a role ends alone: another one of this process may save. What no restart repairs ends the run."""
+async def _run_to_end(me: Membership, role: Role) -> None:
+    """At a stop a role ends alone: another one of this process may save. What no restart mends ends the run."""
     try:
-        await role.run()
+        async with me.ending_the_run():
+            await role.run()
     except* Stopping as group:
         log.info("left: %s", group.exceptions[0])
-    except* Fatal as group:
-        await context.report("fatal", {"cause": str(_first_of(group))})
-        raise
-
-
-def _first_of(group: BaseExceptionGroup[Fatal]) -> BaseException:
-    first = group.exceptions[0]
-    return _first_of(first) if isinstance(first, BaseExceptionGroup) else first
 
 
 def _to_supervisor(context: WorkerContext) -> Callable[[str, dict[str, Any]], None]:

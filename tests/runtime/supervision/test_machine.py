@@ -756,6 +756,15 @@ def test_something_fatal_ends_the_run_with_it_as_the_cause() -> None:
     assert str(run.machine.first_cause) == "coordinator of incarnation 1: admitted 10 is not 9"
 
 
+def test_a_setting_that_breaks_a_rule_ends_the_run_with_2_and_starts_nobody_again() -> None:
+    run = Run().up()
+    actions = run.do(run.machine.fatal("actor-0", "model.path must be whole", run.now, 2))
+    for name in ("store", "coordinator", "actor-0"):
+        actions += run.gone(name)
+    assert run.gone("rollout-0") == [Finish(2)] and not any(isinstance(each, Start) for each in actions)
+    assert str(run.machine.first_cause) == "actor-0 of incarnation 1: model.path must be whole"
+
+
 def test_a_computation_that_is_over_its_limit_is_ended_while_the_loop_beats_on_and_a_silent_loop_beside_one_too() -> (
     None
 ):

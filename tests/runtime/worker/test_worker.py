@@ -23,7 +23,7 @@ PATIENCE_S = 120.0
 
 ROLES = """
 import asyncio, os, time
-from rondo.runtime.errors import Fatal, Stopping
+from rondo.runtime.errors import ConfigError, Fatal, Stopping
 
 class Base:
     def __init__(self, ctx): self.ctx = ctx
@@ -47,6 +47,14 @@ class HangingCollective(Base):
 class Hopeless(Base):
     async def run(self):
         raise ExceptionGroup("opening", [ExceptionGroup("data", [Fatal("data.path must name files that exist, got 'a'")])])
+
+class Misled(Base):
+    async def run(self):
+        raise ConfigError("model.path must have all weights, got none of layer 3")
+
+class MisledFromTheStart(Base):
+    def __init__(self, ctx):
+        raise ConfigError("model.path must have all weights, got none of layer 3")
 
 class Busy(Base):
     async def run(self):
@@ -179,8 +187,16 @@ async def test_a_role_that_raises_what_no_restart_repairs_ends_the_run_with_that
     code, output = await ended(await stand.worker("Hopeless"))
     assert (await stand.supervisor.next())[0] == "registered"
     cause = "data.path must name files that exist, got 'a'"
-    assert await stand.supervisor.next() == ("actor-0", "fatal", {"cause": cause})
+    assert await stand.supervisor.next() == ("actor-0", "fatal", {"cause": cause, "exit_code": 1})
     assert code == 1 and "a role failed" in output
+
+
+@pytest.mark.parametrize("role", ["Misled", "MisledFromTheStart"])
+async def test_a_setting_that_a_role_finds_wrong_ends_the_run_as_wrong_usage(stand: Stand, role: str) -> None:
+    await ended(await stand.worker(role))
+    assert (await stand.supervisor.next())[0] == "registered"
+    told = {"cause": "model.path must have all weights, got none of layer 3", "exit_code": 2}
+    assert await stand.supervisor.next() == ("actor-0", "fatal", told)
 
 
 async def test_a_worker_registers_before_it_imports_its_role(stand: Stand) -> None:
