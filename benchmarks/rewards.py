@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import inspect
 import itertools
 import json
 import math
@@ -27,14 +28,23 @@ from benchmarks.rewards_instructions import IFBENCH, IFEVAL
 from rondo.roles.config.data import RewardConfig
 from rondo.roles.rewards import hub
 from rondo.roles.rewards.pool import RewardItem, RewardPool
-from rondo.roles.rewards.scores import checked
+from rondo.roles.rewards.scores import RewardError, checked
 
 LOAD_S = 120.0
 CASES = PUBLISHED | {"ifeval": IFEVAL, "ifbench": IFBENCH}
 
 
+def as_published(name: str) -> dict[str, bool]:
+    """Return the argument with which a reward scores as its source, where it has one."""
+    return {"as_published": True} if "as_published" in inspect.signature(getattr(hub, name)).parameters else {}
+
+
 def scored(name: str, case: Case) -> float:
-    score, _ = checked(getattr(hub, name)(case.response, case.label, prompt="", metadata=case.metadata, **case.args))
+    args = case.args | as_published(name)
+    try:
+        score, _ = checked(getattr(hub, name)(case.response, case.label, prompt="", metadata=case.metadata, **args))
+    except RewardError:  # a label that no answer can equal
+        return 0.0
     return float(score)
 
 

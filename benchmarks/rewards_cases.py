@@ -162,7 +162,7 @@ GSM8K = [
     Case("#### 72.00", "72", 0),
     Case("#### $72", "72", 0),
     Case("#### 72.", "72", 0),
-    Case("#### 71\n#### 72", "72", 0),
+    Case("#### 71\n#### 72", "72", 1),
     Case("#### x", "72", 0),
     Case("The answer is 72", "72", 1, args={"anywhere": True}),
     Case("72 of 100", "72", 0, args={"anywhere": True}),
@@ -250,19 +250,5 @@ PUBLISHED = {
 }
 DIFFERS = {
     "math": {"1.22": "a comma between digits is a list, as in MATH's answers, or a thousand, and no decimal point"},
-    "gsm8k": {
-        "####72": "spaces behind the mark do not count",
-        "#### 72.00": "numbers are compared, not their digits",
-        "#### $72": "a dollar in front of the number is left out on both sides",
-        "#### 72.": "a full stop behind the number is left out",
-    },
-    "multiple_choice": {
-        "<answer>B. Paris</answer>": "a letter may have its text behind it",
-        "<answer>A</answer> no, <answer>B</answer>": "the last answer counts, not the first",
-    },
-    "gpqa": {
-        "It must be Rome.": "a letter is not looked for inside of words",
-        "The answer is clearly B": "the c of clearly is no choice",
-    },
 }
-"""Checker -> response -> why ours scores another way."""
+"""Checker -> response -> why ours scores another way, with `as_published` where it has that."""

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import orjson
 
 from rondo.launch.check.findings import Report
+from rondo.launch.check.labels import look_at_labels
 from rondo.launch.config import RunConfig, resolve, unresolve
 from rondo.launch.machine import show_bytes
 from rondo.roles.config import PairsConfig, SftConfig
@@ -41,7 +42,7 @@ from rondo.runtime.processes.guard import guarded, module_command
 from rondo.runtime.section import settings_at
 
 if TYPE_CHECKING:
-    from rondo.roles.config import DataConfig
+    from rondo.roles.config import DataConfig, RewardConfig
     from rondo.roles.training.sft import Prepare
 
 HELD_OUT = "held out"
@@ -203,7 +204,7 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], u
         )
     chats = tokenizers if config.model.path is not None else ()  # one that is built here is trained on no chats
     for part in parts:
-        report.look(lambda part=part: usable.extend(_look_at_part(part, report, chats)), part.name)  # type: ignore[misc]
+        report.look(lambda part=part: usable.extend(_look_at_part(part, report, chats, config.reward)), part.name)  # type: ignore[misc]
     for text in (*_long_warm_ups(config, opened), *(_doubts(config, opened) if config.job == "rl" else ())):
         report.add("note", text)
     report.add("ok", f"{len(opened.train)} rows to train on, {report.facts.num_held_out} held out")
@@ -288,7 +289,7 @@ _FATE = {
 }
 
 
-def _look_at_part(part: _Part, report: Report, tokenizers: Sequence[Any]) -> list[Row]:
+def _look_at_part(part: _Part, report: Report, tokenizers: Sequence[Any], reward: RewardConfig) -> list[Row]:
     """A few rows that the reward function can be tried on."""
     seen, name = _see(part), part.name
     looked_at = f"{seen.num_rows} rows that were looked at"
@@ -341,6 +342,8 @@ def _look_at_part(part: _Part, report: Report, tokenizers: Sequence[Any]) -> lis
             f"of {longest_made.setting} {longest_made.limit}{media}",
         )
         _fit_positions(name, longest_made, report)
+    if part.is_scored:
+        look_at_labels(name, part.settings.label, seen.usable, reward, report)
     return seen.usable[:_NUM_SCORED] if part.is_scored else []
 
 

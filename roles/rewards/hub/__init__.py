@@ -1,6 +1,7 @@
 """Rewards with names: what `reward.function` takes in the place of a function of the user's.
 
-named          what holds for all that judge answers: thoughts are cut off first
+named          what holds for all that judge answers: thoughts are cut off first; published, what their sources score
+statements     the one number or choice that a statement says
 answers        one right answer, as text: exact, boxed, gsm8k, multiple_choice, gpqa, f1; and how answers are found in responses
 minerva        dapo: answers brought to one form; symbolic, compared as mathematics: math, deepscaler, geo3k, openr1mm
 instructions   ifeval, ifbench: what a program can check of instructions; processor_time, a bound on what it may take

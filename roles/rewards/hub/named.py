@@ -1,9 +1,9 @@
 r"""What holds for every reward of the hub that judges answers: a thought is no answer.
 
-Owns the one place at which thoughts are cut off. Does not own where in the rest the answer stands (`answers.py`). Imports the
-standard library alone.
+Owns the one place at which thoughts are cut off, and the argument `as_published`. Does not own where in the rest the answer
+stands (`answers.py`). Imports the standard library alone.
 
-    @named
+    @named(writes=str)
     def exact(response, label, *, prompt, metadata): ...
 
     exact("<think>71? No.</think> 72", "72", prompt="6 * 12", metadata={})    # judges "72"
@@ -26,24 +26,36 @@ _PROMPT_END = 200
 """Characters at the end of a prompt in which the mark that opens a thought may stand."""
 
 
-def named(judge: Judge) -> Judge:
-    """Return `judge` as a reward function that sees a response without its thoughts, and with them as `whole` if it has such a
-    parameter. `in_thought` says whether the prompt has opened a thought; without it the end of the prompt does."""
+def named(
+    judge: Judge | None = None, *, writes: Callable[..., str] | None = None, published: Judge | None = None
+) -> Any:
+    """Make a judge of answers a reward function; a decorator, with arguments or without.
+
+    The judge sees a response without its thoughts, and with them as `whole` if it has such a parameter. `in_thought` says whether
+    the prompt has opened a thought; without it the end of the prompt does. writes: the answer that a label asks for, by the
+    reward's arguments, with which labels are tried; None where labels are no answers. published: what scores in the judge's
+    place with `as_published=True`.
+    """
+    if judge is None:
+        return functools.partial(named, writes=writes, published=published)
     signature = inspect.signature(judge)
-    sees_whole = "whole" in signature.parameters
+    parameters = [each for name, each in signature.parameters.items() if name != "whole"]
+    for name, default in {"in_thought": None, **({"as_published": False} if published else {})}.items():
+        parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default))
 
     @functools.wraps(judge)
     def reward(
         response: str, label: Any, *, prompt: Any, metadata: Any, in_thought: bool | None = None, **args: Any
     ) -> Any:
-        if sees_whole:
+        if published is not None and args.pop("as_published", False):
+            return published(response, label, prompt=prompt, metadata=metadata, **args)
+        if "whole" in signature.parameters:
             args["whole"] = response
         starts_inside = ends_in_thought(prompt) if in_thought is None else in_thought
         return judge(without_thoughts(response, starts_inside), label, prompt=prompt, metadata=metadata, **args)
 
-    parameters = [each for name, each in signature.parameters.items() if name != "whole"]
-    flag = inspect.Parameter("in_thought", inspect.Parameter.KEYWORD_ONLY, default=None)
-    reward.__signature__ = signature.replace(parameters=[*parameters, flag])  # type: ignore[attr-defined]
+    reward.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+    reward.writes = writes  # type: ignore[attr-defined]
     return reward
 
 

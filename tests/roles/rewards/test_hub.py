@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from benchmarks.rewards import as_published
 from benchmarks.rewards_cases import DIFFERS, PUBLISHED, Case
 from benchmarks.rewards_hostile import hostile
 from rondo.roles.config.data import RewardConfig
 from rondo.roles.rewards import hub
 from rondo.roles.rewards.hub import symbolic
+from rondo.roles.rewards.scores import RewardError
 from rondo.roles.rewards.worker import open_function
 from rondo.runtime.errors import ConfigError
 
@@ -29,7 +31,11 @@ def scored(name: str, response: str, label: Any, metadata: dict[str, Any] | None
 
 
 def differs(name: str, case: Case) -> bool:
-    return scored(name, case.response, case.label, case.metadata, **case.args) != pytest.approx(case.theirs)
+    try:
+        score = scored(name, case.response, case.label, case.metadata, **as_published(name), **case.args)
+    except RewardError:  # a label that no answer can equal
+        score = 0.0
+    return score != pytest.approx(case.theirs)
 
 
 @pytest.fixture
@@ -54,8 +60,7 @@ def test_a_checker_says_what_its_source_says_but_where_the_table_says_why_not(na
         ("exact", "yes", ["no", "yes"], {}, 1),
         ("exact", "<answer>7</answer> <answer> 8 </answer>", "8", {"inside": "answer"}, 1),
         ("exact", "8", "8", {"inside": "answer"}, 0),
-        ("boxed", "\\boxed{1} and \\fbox{ \\frac{1}{2} }", "\\frac12", {}, 0),
-        ("boxed", "\\boxed{1} and \\fbox{ \\frac{1}{2} }", "\\frac{1}{2}", {}, 1),
+        ("boxed", "\\boxed{1}, no: \\fbox{ \\frac{1}{2} }", "\\frac{1}{2}", {}, 1),
         ("boxed", "\\boxed{72", "72", {}, 0),
         ("f1", "So <answer>the cat</answer>", ["dog", "cat"], {"inside": "answer"}, 1),
         ("f1", "cat", "cat", {"inside": "answer"}, 0),
@@ -118,7 +123,8 @@ def test_what_takes_too_long_is_not_equal_and_leaves_no_timer(monkeypatch: pytes
 )
 def test_no_answer_raises_or_holds_a_checker_up(name: str) -> None:
     begun = time.thread_time()
-    scores = {scored(name, response, label) for _, response, label in hostile(220)}
+    labels = {"gsm8k": "72"}
+    scores = {scored(name, response, labels.get(name, label)) for _, response, label in hostile(220)}
     assert min(scores) >= -1 and max(scores) <= 1 and time.thread_time() - begun < 60
 
 

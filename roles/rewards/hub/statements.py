@@ -1,0 +1,205 @@
+r"""What a statement says: the one number, or the one choice, that it leaves standing.
+
+Owns how answers are written: Markdown, LaTeX's wrappers, units, currencies, hedges and negations. Does not own where in a
+response the statement stands (`answers.py`). Imports the standard library alone.
+
+    number_in("**$1,234.00**")  -> 1234           number_in("72 or 73")  -> None
+    choice_in("Option A is wrong. Answer: C", "ABCD")  -> "C"
+
+Invariant: several numbers or choices left standing are none. Every reader is linear in the text.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections import deque
+from collections.abc import Sequence
+from fractions import Fraction
+
+MAX_STATEMENT = 1000
+"""Characters of a statement."""
+_MAX_CUES = 20
+"""Places, from the end, at which a verdict may stand."""
+_SIGNS = str.maketrans("−–—×÷·⁄’", "---*/*/'", "°`\u200b") | {ord("²"): "^2", ord("³"): "^3"}
+_MARKUP = [
+    (re.compile(pattern), new)
+    for pattern, new in (
+        (r"\\(?:boxed|fbox|text(?:bf|it|rm|normal)?|math(?:rm|bf)|mbox|operatorname)\s*\{([^{}]*)\}", r"\1"),
+        (
+            r"<\|[^<>|]{1,40}\|>|</?[A-Za-z]{1,10}>|\*\*|__|\\[()\[\]!]|\\(?:left|right|displaystyle|boxed|fbox|text)(?![a-z])",
+            "",
+        ),
+        (r"\^\{?\\circ\}?|\\circ", ""),
+        (r"\\[,;: ]|~", " "),
+        (r"\\([dt]?frac)\s*([0-9])\s*([0-9])", r"\\frac{\2}{\3}"),
+        (r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1/\2"),
+        (r"\\(?:cdot|times)(?![a-z])", "*"),
+        (r"\{,\}", ","),
+        (r"(?<!\w)\*(?=\w)([^*\n]+)\*(?!\w)", r"\1"),
+        (r"\\([%#&_])|\\?[$€£¥]", r"\1"),
+        (r"[^\S\n]+", " "),
+    )
+]
+_BRACES = str.maketrans("", "", "{}")
+_ONE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,8}(?![0-9])|[1-9][0-9]{0,2}(?: [0-9]{3}){1,8}(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
+_SCALED = rf"(?:{_ONE})(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
+_NUMBER = re.compile(rf"([-+] ?)?(?:([0-9]{{1,9}}) +([0-9]{{1,9}})/([0-9]{{1,9}})|({_SCALED})(?: ?/ ?({_SCALED}))?)")
+_UNITS = {
+    "kilometer": "km", "kilometre": "km", "meter": "m", "metre": "m", "centimeter": "cm", "centimetre": "cm", "millimeter": "mm",
+    "kilogram": "kg", "gram": "g", "liter": "l", "litre": "l", "hour": "h", "hr": "h", "minute": "min", "second": "s", "sec": "s",
+    "inche": "in", "inch": "in", "foot": "ft", "feet": "ft", "mile": "mi", "pound": "lb", "pct": "percent",
+}  # fmt: skip
+_UNIT = re.compile(r"(?<=[A-Za-z]) ?\^ ?-?[0-9]|(?<=[A-Za-z])/(?=[A-Za-z])|(?<=[0-9]) ?/ ?(?=[A-Za-z]{2})")
+_NO_NUMBER = re.compile(
+    r"n't\b|\b(?:not|never|neither|nor|either|than|least|most|wrong|incorrect|except|between|and an?)\b|[*^+/?<>±≤≥≠√\\|]|\.\."
+    r"|thing but|(?<=[0-9])(?:!| ?(?:(?-i:[kKMBTxyzni])|squared|cubed|hundred|thousand|million|billion|trillion)\b)"
+    r"|(?<![A-Za-z0-9.])[A-Za-z][0-9]",
+    re.IGNORECASE,
+)
+_JOINT = re.compile(r"\W*(?:or|and|to|through)?\W*", re.IGNORECASE)
+_SENTENCE = re.compile(r"(?<=[.!?;])\s+")
+_BOX = re.compile(r"\\f?boxed\s*\{|<answer>", re.IGNORECASE)
+_CUE = re.compile(
+    r"\b(?:(?:answer|choice|option|solution)\b\W{0,3}?(?:\s*(?:is|must be|should be|has to be|would be)\b|\s*[:=])"
+    r"|(?:choose|chose|pick|select|go with|going with)\b|it(?:'s| is| must be| has to be)\b|(?:therefore|hence|thus|so)\b)"
+    r"|(?<![\w'])\(?(?P<said>[A-Z])\)? (?:is|must be) (?:(?:the|clearly|indeed|therefore|definitely) ){0,2}"
+    r"(?:correct|right|best|true|answer)\b",
+    re.IGNORECASE,
+)
+_ARTICLE = r"(?! (?!because|since|as|for|is|and|or|but|not|with|due|given)[a-z])"
+_FILLER = r"[\W_]*(?i:(?:clearly|definitely|indeed|therefore|probably|likely|then|thus|option|choice|letter|the|either)\W+){0,3}"
+_STATED = re.compile(rf"{_FILLER}\(?(?:([A-Z]){_ARTICLE}|([a-z])(?=\W*$|[).:\]]))(?![\w'])")
+_SEVERAL = re.compile(
+    r"\W*(?:[,/&]|or|and)\W*(?:maybe |perhaps )?\(?[A-Z](?![\w'])(?! (?:is|was|would|has|does|can)\b)"
+)
+_DENIED = re.compile(r"\W*(?:(?:is|was|are) (?:not|wrong|incorrect|false|out)\b|isn't|wasn't)", re.IGNORECASE)
+_WITHDRAWN = re.compile(r"\b(?:wait|actually|scratch that|correction)\b", re.IGNORECASE)
+_DENIES = re.compile(
+    r"(?:\bnot|n't|neither|nor|than|instead of|except|thing but|all but)\W+(?:(?:option|choice|an?|the)\W+)?\(?$",
+    re.IGNORECASE,
+)
+_LETTER = re.compile(rf"(?<![\w'])([A-Z])(?![\w']){_ARTICLE}")
+_ALONE = re.compile(r"(?:option|choice)?[\W_]*([A-Za-z])[\W_]*", re.IGNORECASE)
+_WORD = re.compile(r"(?<!\w)-?[0-9]+(?:\.[0-9]+)?(?![^\W_])|[^\W_]+")
+_ARTICLES = frozenset(("a", "an", "the"))
+
+
+def plain(text: str, braces: bool = False) -> str:
+    """Return the text without Markdown and LaTeX's wrappers, with ASCII signs; with `braces` those of LaTeX stay."""
+    text = unicodedata.normalize("NFKC", text.translate(_SIGNS)).translate(_SIGNS)
+    for pattern, new in _MARKUP:
+        text = pattern.sub(new, text)
+    return (text if braces else text.translate(_BRACES)).strip()
+
+
+def number_in(statement: str) -> Fraction | None:
+    """Return the number that the statement says, whatever its unit; None without one, with several, with a hedge or a term."""
+    if len(statement) > MAX_STATEMENT:
+        return None
+    *before, text = re.split(r"=|\\approx|≈", _UNIT.sub(" ", plain(statement)))
+    values = [_value(found) for found in _NUMBER.finditer(text)]
+    if len(values) != 1 or _NO_NUMBER.search(_without_fractions(text)):
+        return None
+    [value] = values
+    return None if any(number_in(part) not in (None, value) for part in before) else value
+
+
+def units_of(statement: str) -> list[str]:
+    """Return the units behind the number of a statement that says one, in one spelling."""
+    text = re.split(r"=|\\approx|≈", plain(statement))[-1]
+    text = re.sub(r"\b(square|cubic) ([a-z]+)", lambda found: f"{found[2]}^{2 if found[1] == 'square' else 3}", text)
+    found = re.findall(r"(?<![A-Za-z\\])(?!e[-+]?[0-9])([A-Za-z]+)(\^-?[0-9])?", text)
+    return [_UNITS.get(name.lower().removesuffix("s"), name.lower().removesuffix("s")) + power for name, power in found]
+
+
+def last_number(text: str) -> Fraction | None:
+    """Return the last number of the text; None where it is one of several that stand together, or a hedge."""
+    line = next((line for line in reversed(text.splitlines()) if re.search("[0-9]", line)), "")[-MAX_STATEMENT:]
+    sentence = next((part for part in reversed(_SENTENCE.split(plain(line))) if re.search("[0-9]", part)), "")
+    if (value := number_in(sentence)) is not None:
+        return value
+    found = list(_NUMBER.finditer(sentence))[-2:]
+    if len(found) < 2 or _JOINT.fullmatch(sentence, found[0].end(), found[1].start()):
+        return None
+    return number_in(sentence[found[0].end() :])
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    sign, whole, top, bottom, over, under = found.groups()
+    parts = [part and part.replace(",", "").replace(" ", "") for part in (whole, top, bottom, over, under)]
+    try:
+        if whole:
+            value = Fraction(parts[0]) + Fraction(int(parts[1]), int(parts[2]))
+        else:
+            value = Fraction(parts[3]) / Fraction(parts[4] or 1)
+    except (ValueError, ZeroDivisionError):  # also of more than 4300 digits
+        return None
+    return -value if sign and "-" in sign else value
+
+
+def _without_fractions(text: str) -> str:
+    return _NUMBER.sub(lambda found: found[0].replace("/", ""), text).removeprefix("+")
+
+
+def choice_in(text: str, letters: str, choices: Sequence[str] = ()) -> str | None:
+    """Return the letter that the text decides for: by its last explicit verdict, or because it is the only one, or its choice's
+    text the only one, that is left standing. None where several are, or none."""
+    text = plain(_BOX.sub("\nAnswer: {", text))
+    for cue in reversed(deque(_CUE.finditer(text), _MAX_CUES)):
+        statement = (
+            text[(at := cue.start() if cue["said"] else cue.end()) : at + MAX_STATEMENT].strip().partition("\n")[0]
+        )
+        if (letter := _stated(statement, letters)) is None:
+            letter = _mentioned(statement, letters, choices)
+        if letter is not None:
+            return letter or None
+    if (alone := _ALONE.fullmatch(text)) is not None:
+        return alone[1].upper() if alone[1].upper() in letters else None
+    standing = [
+        found[1] for found in _LETTER.finditer(text) if found[1] in letters and not _is_denied(text, *found.span())
+    ]
+    if not standing:
+        return _mentioned(text, letters, choices) or None
+    lines = [line for line in text.splitlines() if line.strip()]
+    closes = _ALONE.fullmatch(lines[-1]) is not None and _ALONE.fullmatch(lines[-2] if lines[1:] else "") is None
+    return standing[-1] if len(set(standing)) == 1 or closes else None
+
+
+def _stated(statement: str, letters: str) -> str | None:
+    """Return the letter that begins the statement, "" for one that is no choice or not the only one."""
+    found = _STATED.match(statement)
+    if found is None:
+        return None
+    letter, rest = (found[1] or found[2]).upper(), statement[found.end() :]
+    if _DENIED.match(rest):
+        return None
+    return letter if letter in letters and not _SEVERAL.match(rest) and not _WITHDRAWN.search(rest) else ""
+
+
+def _is_denied(text: str, start: int, end: int) -> bool:
+    return _DENIES.search(text[max(0, start - 30) : start]) is not None or _DENIED.match(text, end) is not None
+
+
+def words(text: str) -> str:
+    """Return the words of the text in lower case, without articles, between spaces."""
+    return " ".join(["", *(word for word in _WORD.findall(text.lower()) if word not in _ARTICLES), ""])
+
+
+def _mentioned(text: str, letters: str, choices: Sequence[str]) -> str | None:
+    """Return the letter of the choice whose text is mentioned and not denied, "" of several."""
+    by_words = {words(plain(choice)): letter for letter, choice in zip(letters, choices, strict=False)}
+    names = [re.escape(name) for name in sorted(by_words, key=len, reverse=True) if name.strip()]
+    said = words(text).replace("n t ", "n't ")
+    if not names:
+        return None
+    found = re.finditer(f"(?={'|'.join(f'({name})' for name in names)})", said)
+    standing, end = set[str](), 0
+    for match in found:
+        name = next(group for group in match.groups() if group)
+        if match.start() < end:
+            continue
+        end = match.start() + len(name) - 1
+        if not _is_denied(said, match.start() + 1, end):
+            standing.add(by_words[name])
+    return None if not standing else standing.pop() if len(standing) == 1 else ""

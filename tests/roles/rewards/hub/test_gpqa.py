@@ -1,0 +1,79 @@
+"""gpqa: written answers with the verdict of a careful person."""
+
+from __future__ import annotations
+
+from tests.roles.rewards.hub.judging import Table, misjudged, score_of, size
+
+STARS = {"choices": ["a red giant", "the white dwarf", "the neutron star", "a black hole"]}
+NUMBERS = {"choices": ["5 m", "15 m", "1.5 m", "50 m"]}
+ANSWERS: Table = {
+    "C": (
+        (
+            "C", "(C)", "C.", "**C**", "Answer: C", "**Answer:** C", "**Answer: C**", "Answer: (C)", "Answer: $C$",
+            "Answer: \\text{C}",
+            "Answer: \\boxed{C}", "The answer is \\boxed{C}.", "\\boxed{\\text{C}}", "\\boxed{(C)}",
+            "$\\boxed{\\mathrm{C}}$", "answer: c",
+            "The answer is C", "The correct answer is (C) the neutron star.", "The answer is clearly C.",
+            "Option C is correct.",
+            "C is the correct answer.", "I choose C.", "So it's C.", "Therefore, C.", "The correct option is C",
+            "It must be (C).",
+            "Option A is wrong. Answer: C", "The answer is a bit subtle. Answer: C",
+            "Answer: B\n\nWait, that ignores spin.\nAnswer: C",
+            "Answer: C. Option A is wrong since light bends.", "A is too large. B is too small. D is absurd.\n\nAnswer: C",
+            "(A) no\n(B) no\n(C) yes\n(D) no\n\nThe answer is C", "It is the neutron star.", "The answer is the neutron star.",
+            "not the white dwarf, but the neutron star", "the neutron star, not the white dwarf",
+            "The white dwarf is wrong; the answer is the neutron star", "It isn't A, it's C",
+            "Final Answer: C) the neutron star",
+            "I considered B. The correct choice is C.", "Answer: option C", "C) the neutron star", "<answer>C</answer>",
+            "The answer isn't B. The answer is C.", "## Answer\n\n**C**", "Answer:\nC", "Answer: C, because B would cool.",
+            "ANSWER: C", "The final answer is: $\\boxed{C}$", "Answer: [C]", "It is not a black hole. Answer: C",
+        ),
+        (
+            "A", "Answer: A", "Answer: B", "Answer: D", "Answer: Z", "", "Answer:", "B and C", "B or C", "Answer: B or C",
+            "Answer: C or B", "Answer: C, D", "Answer: B/C", "C and D", "A, B, C, D", "The answer is either C or D.",
+            "not the neutron star, but the white dwarf", "the white dwarf or the neutron star",
+            "a red giant, the white dwarf, the neutron star, a black hole", "It is not the neutron star.",
+            "The answer is not C.",
+            "C is wrong.", "Option C is incorrect. Answer: A", "Answer: C\nNo, that is wrong.\nAnswer: B", "It isn't C, it's B",
+            "Option C is wrong, so the answer is D", "I don't know.", "A\nB\nC\nD", "(A) (B) (C) (D)",
+            "The answer is a bit subtle.",
+            "Carbon", "Answer: Carbon", "neither B nor C", "a star", "the answer is the white dwarf", "\\boxed{B}",
+            "\\boxed{B \\text{ or } C}",
+            "\\boxed{C} or \\boxed{D}", "(C) is incorrect, (D) is correct", "Answer: not C", "C is not the answer. B is.",
+            "<answer>C</answer><answer>B</answer>", "Everything but C",
+        ),
+    ),
+    "A": (
+        ("A", "Answer: A", "(A)", "A. a red giant", "It is a red giant.", "Option A is right."),
+        (
+            "A neutron star.", "A white dwarf is small.", "The answer is a black hole.", "A good question. Answer: D",
+            "The answer is a neutron star.", "A hard one", "The answer is the neutron star.",
+        ),
+    ),
+    2: (("Answer: C", "the neutron star"), ("Answer: B", "Answer: D")),
+    "the neutron star": (("Answer: C", "the neutron star", "It's the neutron star."), ("Answer: A", "a black hole")),
+}  # fmt: skip
+LENGTHS: Table = {
+    "A": (("5 m", "The answer is 5 m.", "Answer: A", "It is 5 m, not 15 m"), ("15 m", "1.5 m", "50 m", "It is 15 m.",
+        "5 m or 15 m")),
+    "B": (("15 m", "It is 15 m."), ("5 m", "1.5 m")),
+}  # fmt: skip
+
+
+def test_written_answers_are_judged_as_by_a_careful_person() -> None:
+    assert size(ANSWERS) >= 40
+    assert misjudged("gpqa", ANSWERS, metadata=STARS) == []
+    assert misjudged("gpqa", LENGTHS, metadata=NUMBERS) == []
+
+
+def test_without_choices_a_letter_or_the_text_of_the_label_counts() -> None:
+    table: Table = {
+        "B": (("The answer is (B)", "B"), ("C", "B or C")),
+        "neutron star": (("It is a neutron star.",), ("It is not a neutron star.",)),
+    }
+    assert misjudged("gpqa", table) == []
+
+
+def test_as_published_the_first_mention_counts() -> None:
+    theirs = {"Option A is wrong. Answer: C": 0, "The answer is clearly C": 1, "B and C": 1, "C. Answer: B": 0}
+    assert {said: score_of("gpqa", said, "C", STARS, as_published=True) for said in theirs} == theirs
