@@ -210,9 +210,12 @@ def settings_of(
     served = rollout["sglang"]
     if served is not None:
         served |= {"release_memory": None}
+    # A job without rollouts that holds out rows of its own stays one: its section says how they are read and what is asked.
+    stays = settings.own is not None and settings.data == settings.demonstrated()
+    num_replicas = 1 if stays else source.replicas * source.processes
     groups = [
         {
-            "name": "rollout", "roles": ["rollout"], "replicas": source.replicas * source.processes, "threads": source.threads,
+            "name": "rollout", "roles": ["rollout"], "replicas": num_replicas, "threads": source.threads,
             "devices": 0 if served is not None and served["urls"] else source.devices,
         },
         {"name": "actor", "roles": ["actor", "advantages"]},
@@ -221,10 +224,15 @@ def settings_of(
         if (judges := settings.group_of(role)) is not None:
             held = {name: getattr(judges, name) for name in ("processes", "replicas", "threads", "devices")}
             groups.append({"name": role, "roles": [role], **held})
-    less = {
-        "job": "rl", "num_steps": 1, "max_staleness": 0, "sft": None, "dpo": None, "reward_model": None, "roles": {},
-        "algorithm": {}, "admin": {}, "debug": {}, "samples": {}, "critic": None, "distillation": None,
-        "train": {"hot_snapshot": False} | {name: tree["train"][name] for name in ("dtype", "micro_batch_tokens")},
+    job = {} if stays else {"job": "rl", "num_steps": 1, "sft": None, "dpo": None}
+    longest = rollout["max_prompt_tokens"] + rollout["max_new_tokens"]
+    less = job | {
+        "max_staleness": 0, "roles": {}, "algorithm": {}, "admin": {}, "debug": {}, "samples": {}, "critic": None,
+        "distillation": None,
+        "train": {
+            "hot_snapshot": False, "dtype": tree["train"]["dtype"],
+            "micro_batch_tokens": max(longest, tree["train"]["micro_batch_tokens"]),
+        },
         "data": tree["data"] | {"sources": {name: of | {"teacher": None} for name, of in tree["data"]["sources"].items()}},
     }  # fmt: skip
     made = {

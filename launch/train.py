@@ -358,7 +358,8 @@ def _prepare(config: RunConfig, run: RunDir, facts: Facts, num_steps: int | None
     write_json(run.path / PREPARED, found)
     rules = coordinator_config(config, facts.num_rows, routed_bytes(config, facts.shape))
     if num_steps is not None:
-        rules = replace(rules, rules=replace(rules.rules, num_steps=num_steps))
+        starts = rules.evaluate_start or not num_steps
+        rules = replace(rules, rules=replace(rules.rules, num_steps=num_steps), evaluate_start=starts)
     write_json(run.path / FINGERPRINTS, facts.fingerprints)
     write_json(run.path / COORDINATOR_CONFIG, rules)
     manifest.write(run.path)

@@ -26,7 +26,7 @@ from rondo.roles.data.fingerprints import Fingerprints
 from rondo.roles.data.questions import answered_sets
 from rondo.roles.engines.embedded.embedded import EmbeddedEngine
 from rondo.roles.engines.replica import Replica
-from rondo.roles.job import Job, open_job
+from rondo.roles.job import Job
 from rondo.roles.rollout import RolloutRole
 from rondo.roles.sampling.versions import Versions
 from rondo.runtime.waits import happens
@@ -56,8 +56,26 @@ class OwnWeights(Replica):
 
 
 class EvaluateRole(RolloutRole):
-    open_replica = OwnWeights
+    """Measures the model of a run without a step. Of a job without rollouts, answers to the rows that it holds out."""
+
+    open_replica: type[Replica] = OwnWeights
     keeps_all = True
+
+    async def _open_job(self) -> Job:
+        job = await super()._open_job()
+        config = job.config
+        if config.own is None:
+            return job
+        # Weights are whole where adapters are trained.
+        of = {"data": config.demonstrated(), "train": config.train.model_copy(update={"lora": None})}
+        return replace(job, config=config.model_copy(update=of))
+
+    def _open_data(self, config: JobConfig) -> tuple[Rows, Order, Mapping[str, Rows]]:
+        if config.own is None:
+            return super()._open_data(config)
+        fingerprints = Fingerprints.of_run(self._ctx.run_dir)
+        rows, held_out = demonstrations(config, fingerprints)
+        return rows, Order(len(rows), config.seed), answered_sets(config, held_out, fingerprints)
 
 
 class Measured(Replica):
@@ -77,27 +95,17 @@ class Measured(Replica):
         yield first
 
 
-class AnswersRole(RolloutRole):
+class AnswersRole(EvaluateRole):
     """Measures the answers of a job without rollouts beside its training, in the first process of the role."""
 
     open_replica = Measured
+    keeps_all = False
 
     async def run(self) -> None:
         if self._ctx.rank:
             await self._ctx.ready()
             return
         await super().run()
-
-    async def _open_job(self) -> Job:
-        job = await open_job(self._ctx)
-        config = job.config  # weights are whole where adapters are trained
-        of = {"data": job.config.demonstrated(), "train": config.train.model_copy(update={"lora": None})}
-        return replace(job, config=config.model_copy(update=of))
-
-    def _open_data(self, config: JobConfig) -> tuple[Rows, Order, Mapping[str, Rows]]:
-        fingerprints = Fingerprints.of_run(self._ctx.run_dir)
-        rows, held_out = demonstrations(config, fingerprints)
-        return rows, Order(len(rows), config.seed), answered_sets(config, held_out, fingerprints)
 
     async def _work(self, tasks: asyncio.TaskGroup) -> None:
         ctx, versions = self._ctx, Versions(self._ctx.run_dir, self._ctx.attempt)

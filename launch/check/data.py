@@ -176,6 +176,7 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], u
     if config.job == "rl":
         order, most = train_order(config, opened.train), config.num_steps * config.rollout.prompts_per_step
         parts.append(_Part("data", opened.train, config.data, order, most, make.prompt))
+    own_place = f"{config.own.place}.data" if config.own is not None and config.own.data is not None else "data"
     for name, rows in opened.sets.items():
         if name == HELD_OUT:
             continue
@@ -193,6 +194,7 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], u
                 len(rows),
                 make.prompt,
                 settings.reward is None,
+                own_place if other is None else f"{section}.data",
             )
         )
     if (own := config.shown) is not None and tokenizers:
@@ -200,7 +202,16 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], u
         name = f"{own.place}.data" if own.data is not None else own.place
         taken = order_of(source, shown, config.seed, own.epochs)
         parts.append(
-            _Part(name, shown, source, taken, own.num_steps(len(shown)) * own.batch_size, make.demonstration, False)
+            _Part(
+                name,
+                shown,
+                source,
+                taken,
+                own.num_steps(len(shown)) * own.batch_size,
+                make.demonstration,
+                False,
+                f"{own.place}.data" if own.data is not None else "data",
+            )
         )
     chats = tokenizers if config.model.path is not None else ()  # one that is built here is trained on no chats
     for part in parts:
@@ -232,6 +243,8 @@ class _Part:
     make: Callable[[Row, DataConfig], _Made | None]
     """Raises RowError, TooLong among them; None without a tokenizer."""
     is_scored: bool = True
+    place: str = "data"
+    """The section of its settings."""
 
     def sample(self) -> Iterator[int]:
         """Rows to look at, so that the first of them are spread over all, too."""
@@ -299,7 +312,7 @@ def _look_at_part(part: _Part, report: Report, tokenizers: Sequence[Any], reward
     num_left_out += len(seen.too_long) if part.settings.too_long == "drop" else 0
     if num_left_out == seen.num_rows:
         raise RowError(f"{name}: no row can be used of {looked_at}; the first: {left_out[0]}")
-    setting = f"{name if name.endswith('data') else 'data'}.max_bad_rows"
+    setting = f"{part.place}.max_bad_rows"
     if refusal := seen.broken.refusal(
         name, setting, part.settings.max_bad_rows, seen.num_rows, "rows that were looked at"
     ):
@@ -323,7 +336,7 @@ def _look_at_part(part: _Part, report: Report, tokenizers: Sequence[Any], reward
         report.add(
             "note",
             f"{name}: prompts are given to the model as they are, and its tokenizer has a chat template, which a model that was "
-            f"trained on chats expects. Set {setting.removesuffix('max_bad_rows')}apply_chat_template to True, unless it is a "
+            f"trained on chats expects. Set {part.place}.apply_chat_template to True, unless it is a "
             "base model",
         )
     if isinstance(part.rows, Dataset) and part.rows.left_out:

@@ -240,6 +240,11 @@ class RewardModelConfig(PairsConfig):
     """Of the square of the sum of a pair's rewards, whose scale only has a middle by that; TRL's `center_rewards_coefficient`."""
 
 
+_MEASURED_TOKENS, _MEASURED_SLOTS = 1024, 16
+"""The longest prompt that is answered to measure a job without rollouts, and answers at once, where `rollout` does not say: the
+engine's cache holds as many of the longest from its start."""
+
+
 def without_rollouts(given: Any, *, whole: bool = False) -> Any:
     """What a job without rollouts has no word of. Its steps are its section's; by epochs 0, until the rows are counted. whole: of
     a run, in whose settings they are."""
@@ -261,6 +266,10 @@ def without_rollouts(given: Any, *, whole: bool = False) -> Any:
             "max_new_tokens": 1,
         },
     }
+    if given.get("evaluation") is not None and own.get("demonstrate") is None:
+        filled["rollout"] |= {"max_prompt_tokens": min(longest, _MEASURED_TOKENS), "num_slots": _MEASURED_SLOTS}
+    if isinstance(rollout := given.get("rollout"), dict):
+        given = given | {"rollout": filled["rollout"] | rollout}
     steps, told = own.get("steps"), given.get("num_steps")
     if told and not whole and told != steps:
         way = "steps" if own.get("epochs") is None else "epochs"
@@ -324,7 +333,7 @@ def unread(job: JobConfig, *, measures: bool = False) -> list[str]:
     own, found = job.own, list[str]()
     if own.data is not None and job.data != own.data:  # without it that says how prompts of the rows are written
         found.append("data")
-    filled = without_rollouts({"job": job.job, job.job: own})["rollout"]
+    filled = without_rollouts({"job": job.job, job.job: own, "evaluation": job.evaluation})["rollout"]
     answered = getattr(own, "demonstrate", None) is not None
     found += ["data.num_passes"] if answered and job.data.num_passes is not None else []
     if not (answered or measures) and job.rollout != type(job.rollout).model_validate(filled):

@@ -273,7 +273,7 @@ def test_all_rules_between_settings_that_are_broken_are_told_at_once(tmp_path: P
     assert [line.split(" must ")[0] for line in told(tmp_path, sets=sets).split("\n")] == [
         "train.save_every", "train.freeze", "train.min_lr_fraction",
     ]  # fmt: skip
-    sets = ("train.num_mini_batches=9", "rollout.max_new_tokens=5000", "data.held_out=3")
+    sets = ("train.num_mini_batches=9", "rollout.max_new_tokens=5000", "data.held_out=0")
     assert [line.split(" must ")[0] for line in told(tmp_path, sets=sets).split("\n")] == [
         "train.num_mini_batches", "train.micro_batch_tokens", "data.held_out",
     ]  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from rondo.launch import evaluate
 from rondo.launch.cli import EXIT_USAGE, main
-from rondo.launch.config import load, resolve, unresolve
+from rondo.launch.config import RunConfig, load, resolve, unresolve
 from rondo.launch.evaluate import found_in, settings_of
 from rondo.launch.plan import group_specs
 from rondo.roles.config.data import NO_REWARD
@@ -117,6 +117,27 @@ def test_a_job_without_rollouts_is_evaluated_on_the_processes_that_trained_it(tm
     rows = "reward_model={'rows': 'json:loads', 'steps': 1, 'batch_size': 2}"
     with pytest.raises(ConfigError, match=r"must be of a model that answers, got a reward model's, which scores"):
         settings_of(load(configs.write(tmp_path), (*SETS, trains, "num_steps=None", "job=reward_model", rows)), "hf")
+
+
+@pytest.mark.parametrize("job", ["sft", "dpo"])
+def test_a_job_without_rollouts_is_evaluated_on_rows_that_it_holds_out_as_it_reads_them(job: str) -> None:
+    data = {"path": "a", "prompt": "messages", "label": None, "apply_chat_template": True, "held_out": 4}
+    data |= {"rejected": "worse"} if job == "dpo" else {}
+    settings = RunConfig.model_validate(
+        {
+            "name": "demo", "job": job, "model": {"path": "m"}, "reward": {"function": "math"},
+            "role_groups": [{"name": "rollout", "roles": ["rollout"]}, {"name": "actor", "roles": ["actor"]}],
+            job: {"data": data, "epochs": 2, "batch_size": 2, "evaluate_every": 1},
+            "evaluation": {"num_prompts": 4, "every": 2, "max_new_tokens": 300},
+        }
+    )  # fmt: skip
+    assert settings.data == settings.demonstrated() and settings.rollout.max_prompt_tokens == 1024
+    found = settings_of(settings, "hf", (), ["rollout.max_prompt_tokens=2000"])
+    assert (found.job, found.own, found.data) == (job, settings.own, settings.data)
+    assert found.rollout.max_prompt_tokens == 2000 and found.evaluation is not None and found.evaluation.every is None
+    groups = [(group.name, group.roles) for group in found.role_groups]
+    assert groups == [("rollout", ("rollout",)), ("actor", ("actor",))]
+    assert settings_of(unresolve(resolve(settings)), "hf").own == settings.own  # of a run that was started
 
 
 def test_answers_of_a_job_without_rollouts_are_measured_where_it_has_the_role_and_what_scores_them(
