@@ -18,9 +18,9 @@ import logging
 import math
 import random
 from collections import ChainMap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rondo.models.media.refs import MediaRef
 from rondo.roles.data.cursor import Balance, Mixture, Order, held_out_rows
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["Dataset", "Row", "RowError", "Rows", "demonstrations", "open_dataset", "open_splits", "train_order"]
 
 log = logging.getLogger(__name__)
-_T = TypeVar("_T")
 
 _NUM_TRIED = 16
 """Rows that are read before a data set is refused for what is wrong with the first of them."""
@@ -98,27 +97,12 @@ class Dataset:
         """Row `index` of this data set. RowError when it lacks a named column or holds the wrong kind of value; Filtered, one of
         these, when a filter leaves it out."""
 
-        def made(at: int) -> Row:
+        at = self._indices[index]
+        try:
             values, name = self._source.read(at), self._source.name_of(at)
             if self._filter is not None:
                 refuse_filtered(self._filter, values, name)
             return row_of(values, self._config, name)
-
-        return self._read(index, made)
-
-    def prompt(self, index: int) -> str | list[dict[str, Any]]:
-        """That row's prompt alone, its media neither read nor taken out of it. RowError as `row`."""
-
-        def made(at: int) -> str | list[dict[str, Any]]:
-            prompt = self._source.read(at).get(self._config.prompt)
-            return prompt if isinstance(prompt, str) else read_messages(self._source.name_of(at), prompt, self._config)
-
-        return self._read(index, made)
-
-    def _read(self, index: int, make: Callable[[int], _T]) -> _T:
-        at = self._indices[index]
-        try:
-            return make(at)
         except Filtered:
             raise
         except RowError as error:
@@ -173,10 +157,6 @@ class MixedDataset(Dataset):
             prompt = [*told, *messages]
         return replace(row, prompt=prompt, metadata={**row.metadata, **self._given.get(name, {})}, source=name)
 
-    def prompt(self, index: int) -> str | list[dict[str, Any]]:
-        _, part, at = self._part_of(index)
-        return part.prompt(at)
-
     def _part_of(self, index: int) -> tuple[str, Dataset, int]:
         at = self._indices[index]
         number = bisect.bisect_right(self._firsts, at) - 1
@@ -230,14 +210,11 @@ def row_of(values: Mapping[str, Any], config: DataConfig, name: str) -> Row:
             f"{name}: {config.metadata!r} must be an object or null, got {type(metadata).__name__}. "
             "Correct the row, or name another column in data.metadata"
         )
-    prompt, media = with_media(name, prompt, values, config)
     label = None if config.label is None else values[config.label]
     rejected = None if config.rejected is None else values[config.rejected]
-    if config.rejected is not None:
-        label, rejected = (
-            each if each is None or isinstance(each, str) else read_messages(name, each, config)
-            for each in (label, rejected)
-        )
+    if config.rejected is not None or _is_chat(label, config):
+        label, rejected = (_read_answer(name, answer, prompt, config) for answer in (label, rejected))
+    prompt, media = with_media(name, prompt, values, config)
     tools = () if config.tools is None else read_tools(name, values[config.tools], config)
     margin = 0.0 if config.margin is None else values[config.margin]
     if isinstance(margin, bool) or not isinstance(margin, int | float) or not 0 <= margin < math.inf:
@@ -245,6 +222,27 @@ def row_of(values: Mapping[str, Any], config: DataConfig, name: str) -> Row:
             f"{name}: {config.margin!r} must be a number, at least 0, got {margin!r:.80}. Correct or remove the row"
         )
     return Row(name, prompt, label, metadata, media, tools, rejected, float(margin), columns=values)
+
+
+def _is_chat(value: Any, config: DataConfig) -> bool:
+    """Whether a label is a list of chat messages, which an answer may be; that of a reward may be anything."""
+    named = {"role", *(key for key, meant in config.message_keys.items() if meant == "role")}
+    return (
+        isinstance(value, list | tuple)
+        and bool(value)
+        and all(isinstance(m, Mapping) and named & m.keys() for m in value)
+    )
+
+
+def _read_answer(name: str, answer: Any, prompt: Any, config: DataConfig) -> Any:
+    """An answer without the prompt in front of it, which a whole chat repeats, media and all."""
+    if answer is None or isinstance(answer, str):
+        return answer
+    messages = read_messages(name, answer, config)
+    begins = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if config.label is None and begins[-1]["role"] == "assistant":
+        begins = begins[:-1]
+    return messages[-1:] if messages[:-1] == begins else messages
 
 
 def open_dataset(

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from rondo.models.media.refs import MediaRef
 from rondo.roles.config import DataConfig
-from rondo.roles.data.datasets import Dataset, RowError, open_dataset
+from rondo.roles.data.datasets import Dataset, RowError, open_dataset, row_of
 from rondo.runtime.errors import Fatal
 
 pa = pytest.importorskip("pyarrow")
@@ -181,3 +182,70 @@ def test_a_column_that_a_line_lacks_costs_its_row(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_bytes(lines() + b'{"prompt": "x"}\n')
     with pytest.raises(RowError, match=r"a\.json:8 must have the column 'label'"):
         opened(tmp_path / "a.json").row(7)
+
+
+def said(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+PLACED = [{"type": "image"}, text("2+2?")]
+ASKED, ASKED_PARTS, ASKED_IMAGE = said("user", "2+2?"), said("user", [text("2+2?")]), said("user", PLACED)
+FOUR, FOUR_PARTS, FIVE = said("assistant", "4"), said("assistant", [text("4")]), said("assistant", "5")
+PICTURE = [{"bytes": b"\x89PNG", "path": None}]
+PAIRS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[Any, Any, Any]]] = {
+    "prompt and completion": ({"prompt": "2+2?", "completion": "4"}, {"label": "completion"}, ("2+2?", "4", None)),
+    "a chat and its completion": (
+        {"prompt": [ASKED], "completion": [FOUR]}, {"label": "completion"}, ([ASKED], [FOUR], None),
+    ),
+    "parts": (
+        {"prompt": [ASKED_PARTS], "completion": [FOUR_PARTS]}, {"label": "completion"}, ([ASKED_PARTS], [FOUR_PARTS], None),
+    ),
+    "images": (
+        {"prompt": [ASKED], "completion": [FOUR_PARTS], "images": PICTURE}, {"label": "completion"},
+        ([ASKED_IMAGE], [FOUR_PARTS], None),
+    ),
+    "a pair": (
+        {"prompt": [ASKED], "chosen": [FOUR], "rejected": [FIVE]}, {"label": "chosen", "rejected": "rejected"},
+        ([ASKED], [FOUR], [FIVE]),
+    ),
+    "a pair that repeats its prompt": (
+        {"prompt": [ASKED], "chosen": [ASKED, FOUR], "rejected": [ASKED, FIVE]}, {"label": "chosen", "rejected": "rejected"},
+        ([ASKED], [FOUR], [FIVE]),
+    ),
+    "a pair without a prompt": (
+        {"chosen": [ASKED, FOUR], "rejected": [ASKED, FIVE]}, {"prompt": "chosen", "label": None, "rejected": "rejected"},
+        ([ASKED, FOUR], None, [FIVE]),
+    ),
+    "a pair with an image": (
+        {"prompt": [ASKED], "chosen": [ASKED, FOUR], "rejected": [ASKED, FIVE], "images": PICTURE},
+        {"label": "chosen", "rejected": "rejected"}, ([ASKED_IMAGE], [FOUR], [FIVE]),
+    ),
+    "a pair of parts with an image and without a prompt": (
+        {"chosen": [ASKED_IMAGE, FOUR_PARTS], "rejected": [ASKED_IMAGE, said("assistant", [text("5")])], "images": PICTURE},
+        {"prompt": "chosen", "label": None, "rejected": "rejected"},
+        ([ASKED_IMAGE, FOUR_PARTS], None, [said("assistant", [text("5")])]),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", PAIRS)
+@pytest.mark.parametrize("kind", ["rows", "parquet"])
+def test_completions_and_pairs_are_read_as_trl_writes_them(tmp_path: Path, form: str, kind: str) -> None:
+    row, columns, expected = PAIRS[form]
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "a.parquet")
+    images = {"media_columns": {"image": "images"}} if "images" in row else {}
+    template = {"apply_chat_template": True} if form != "prompt and completion" else {}
+    config = DataConfig(path=str(tmp_path / "a.parquet"), **columns, **images, **template)
+    read = row_of(row, config, "row 0") if kind == "rows" else open_dataset(config).row(0)
+    assert (read.prompt, read.label, read.rejected) == expected
+    assert read.media == ((MediaRef("image", b"\x89PNG"),) if images else ())
+
+
+def test_a_label_that_is_no_chat_stays_as_it_is() -> None:
+    for label in ([{"input": "1", "output": None}], [["user", "x"]], {"role": "x", "a": None}, []):
+        row = row_of({"prompt": "a", "label": label}, DataConfig(path="a"), "row 0")
+        assert row.label == label
