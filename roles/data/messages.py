@@ -2,6 +2,9 @@
 
 Owns keys, roles, tools and the shape of messages. Does not own media in them (`media_rows.py`) or rendering (`prompts.py`).
 
+Invariant: a field that is null is as one that is not there, since parquet and arrow add nulls to objects that differ in their
+fields: the same rows are the same messages in every format. Texts of JSON (arguments of calls, tools) keep their nulls.
+
     {"from": "human", "value": "Hi"}     with message_keys={"from": "role", "value": "content"}, as ShareGPT has it
     {"role": "user", "content": "Hi"}    OpenAI; content is text or a list of parts, and may be left out beside tool_calls
     tools                                a list of function schemas, or its JSON
@@ -44,14 +47,14 @@ def read_tools(name: str, value: Any, config: DataConfig) -> list[Any]:
             f"{name}: {config.tools!r} must be a list of tools, its JSON, or null, got {type(value).__name__}. "
             "Correct the row, or name another column in data.tools"
         )
-    return list(tools)
+    return list(tools) if isinstance(value, str) else [_without_nulls(tool) for tool in tools]
 
 
 def _message(name: str, message: Any, config: DataConfig) -> dict[str, Any]:
     keys = config.message_keys
     found: dict[str, Any] = {}
     if isinstance(message, Mapping):
-        found = {keys.get(str(key), str(key)): value for key, value in message.items()}
+        found = {keys.get(str(key), str(key)): value for key, value in _without_nulls(message).items()}
     calls = found.get("tool_calls")
     if not isinstance(found.get("role"), str) or not ("content" in found or calls):
         got = f"the keys {', '.join(map(str, message))}" if isinstance(message, Mapping) else type(message).__name__
@@ -59,9 +62,17 @@ def _message(name: str, message: Any, config: DataConfig) -> dict[str, Any]:
         way = f"Set data.message_keys to {spelt}" if len(spelt) > 1 else "Correct the row, or set data.message_keys"
         raise RowError(f"{name}: a message of {config.prompt!r} must have role and content, got {got}. {way}")
     found["role"] = config.message_roles.get(found["role"], found["role"])
+    found.setdefault("content", "")  # some templates write None, or fail, where a message with calls has none
     if calls:
         found["tool_calls"] = [_call(call) for call in calls]
     return found
+
+
+def _without_nulls(value: Any) -> Any:
+    """The same without those fields of objects, at any depth, that are null."""
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _call(call: Any) -> Any:

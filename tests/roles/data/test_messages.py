@@ -54,7 +54,27 @@ def test_calls_of_tools_need_no_content_and_bring_their_arguments_as_objects() -
         "a": (1 << 65) + 1
     }
     broken = [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}]
-    assert read_messages("a.jsonl:1", broken, config()) == broken
+    assert read_messages("a.jsonl:1", broken, config()) == [broken[0] | {"content": ""}]
+
+
+def test_a_field_that_is_null_is_none_and_so_it_is_in_objects_but_not_in_texts_of_json() -> None:
+    call = {"id": None, "function": {"name": "add", "arguments": {"a": 1, "b": None, "of": [{"c": None}, None]}}}
+    rows: list[dict[str, Any]] = [
+        {"role": "user", "content": "1?", "from": None, "tool_calls": None, "weight": None},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    added = {"function": {"name": "add", "arguments": {"a": 1, "of": [{}, None]}}}
+    assert read_messages("a.jsonl:1", rows, config(message_keys={"from": "role"})) == [
+        {"role": "user", "content": "1?"}, {"role": "assistant", "content": "", "tool_calls": [added]}
+    ]  # fmt: skip
+    call["function"]["arguments"] = '{"b": null}'  # type: ignore[index]
+    found = read_messages("a.jsonl:1", rows, config())[1]["tool_calls"][0]
+    assert found == {"function": {"name": "add", "arguments": {"b": None}}}
+    schema = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"default": None}, "b": None}}}
+    kept = {"name": "add", "parameters": {"type": "object", "properties": {"a": {}}}}
+    assert read_tools("a.jsonl:1", [schema], config(tools="tools")) == [kept]
+    assert read_tools("a.jsonl:1", json.dumps([schema]), config(tools="tools")) == [schema]
+    assert "must have role and content, got the keys role, content" in refused([{"role": "tool", "content": None}])
 
 
 @pytest.mark.parametrize(
