@@ -31,7 +31,7 @@ _MARKED, _SPELT = re.compile(f"{MARK}.*?{_END}"), f"{MARK}\\g<0>{_END}"
 def spelt(tokenizer: Any, said: Any) -> Any:
     """A message, a tool's schema, or what else of JSON somebody says, as the chat template may be given it, whatever its texts
     and its names of fields hold."""
-    return _marked(said, _control_tokens(tokenizer, str(tokenizer.chat_template)))
+    return _marked(said, control_tokens(tokenizer, str(tokenizer.chat_template)))
 
 
 def _marked(said: Any, tokens: re.Pattern[str]) -> Any:
@@ -55,6 +55,16 @@ def encoded(tokenizer: Any, text: str) -> np.ndarray:
         else:  # the same, in a third of the time
             tokens = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return np.array(tokens, np.int32)
+
+
+def encoded_behind(tokenizer: Any, text: str) -> np.ndarray:
+    """int32 [T] of what a template has written behind something else: without the space that some tokenizers set in front of a
+    text of its own."""
+    if _sets_space(tokenizer):
+        line, both = encoded(tokenizer, "\n"), encoded(tokenizer, "\n" + text)
+        if np.array_equal(both[: len(line)], line):
+            return both[len(line) :]
+    return encoded(tokenizer, text)
 
 
 def decoded(tokenizer: Any, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
@@ -86,7 +96,14 @@ def backend_of(tokenizer: Any) -> Any:
 
 
 @functools.lru_cache(16)
-def _control_tokens(tokenizer: Any, template: str) -> re.Pattern[str]:
-    """Special ones, and those added ones that the template writes; of two at one place the longer."""
+def _sets_space(tokenizer: Any) -> bool:
+    line, both = encoded(tokenizer, "\n"), encoded(tokenizer, "\na")
+    return not np.array_equal(both[len(line) :], encoded(tokenizer, "a"))
+
+
+@functools.lru_cache(16)
+def control_tokens(tokenizer: Any, template: str) -> re.Pattern[str]:
+    """Return a pattern of the control tokens: special ones, and those added ones that the template writes; of two at one place
+    the longer."""
     found = sorted(tokenizer._get_control_tokens(template), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, found)) or "(?!)")

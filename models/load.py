@@ -36,6 +36,7 @@ from transformers.utils import (
 )
 
 from rondo.models import random_weights
+from rondo.models.chat_template import turn_ends
 from rondo.models.config import ModelConfig
 from rondo.models.families import FAMILIES, family_of
 from rondo.models.filling import Cut, from_folder
@@ -126,9 +127,10 @@ def num_tokens(tokenizer: Any) -> int:
 
 
 def end_ids(path: str, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end a text, in order: all that the model's generation config, its config and the tokenizer name."""
+    """Return the tokens that end a text, in order: all that the model's generation config, its config and the tokenizer name, and
+    those with which the chat template ends what the assistant says."""
     config = load_config(path)
-    found: set[int] = set()
+    found: set[int] = {tokenizer.convert_tokens_to_ids(end) for end in turn_ends(tokenizer)}
     for each in (generation_config(path), config, config.get_text_config(), tokenizer):
         ids = getattr(each, "eos_token_id", None)
         found.update(ids if isinstance(ids, list | tuple) else () if ids is None else (ids,))

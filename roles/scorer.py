@@ -40,6 +40,7 @@ from rondo.models.value_head import ENDS, check_scores, give_value_head
 from rondo.roles.config import JobConfig
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.prompts import as_shown, messages_of, render_prompt, template_args
+from rondo.roles.data.turns import encode_answer
 from rondo.roles.forward import REPORT_S
 from rondo.roles.genrm import Watching, there
 from rondo.roles.job import Job, open_job
@@ -156,12 +157,8 @@ class Encoder:
                 begin, media = self._seen(row, messages_of(row, self._source), refs, template_args(row, self._source))
             else:
                 begin = render_prompt(tokenizer, row, self._source, _NO_LIMIT)
-            if tokenizer.eos_token_id is None:
-                raise RowError(
-                    f"{row.name}: the reward model's tokenizer must have an end of sequence, got none. Set eos_token"
-                )
-            answer = tokenizer(response, add_special_tokens=False)["input_ids"]
-            found = np.array([*begin, *answer, tokenizer.eos_token_id], np.int32)
+            turns = encode_answer(tokenizer, row, response, self._source, may_be_empty=True)
+            found = np.concatenate([turns.prompt(begin), turns.tokens])
         else:
             begins = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             messages, args = as_shown(row, [*begins, {"role": "assistant", "content": response}], self._source)

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from rondo.models.chat_template import left_out
 from rondo.models.control_tokens import MARK, encoded, unmarked
 from rondo.models.media import decode, fetch
 from rondo.models.media.config import MediaConfig
@@ -205,13 +206,18 @@ class Processor:
     def _render(self, messages: Sequence[Mapping[str, Any]], template_args: Mapping[str, Any]) -> str:
         from jinja2 import TemplateError
 
-        arguments = {"add_generation_prompt": True, **template_args}
+        arguments = {"add_generation_prompt": True, "chat_template": self._template, **template_args}
+        tokenizer = self._library.tokenizer
         try:
-            text: str = self._library.tokenizer.apply_chat_template(
-                [dict(message) for message in messages], chat_template=self._template, tokenize=False, **arguments
+            text: str = tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, **arguments
             )
         except TemplateError as error:
             raise MediaError(f"the messages must suit the chat template, got {error}. Correct the row") from error
+        if (words := left_out(tokenizer, messages, **arguments)) is not None:
+            raise MediaError(
+                f"the chat template must write all messages, got one that leaves out {words}. Correct the row"
+            )
         return text
 
     def _check_places(self, text: str, refs: Sequence[MediaRef]) -> None:

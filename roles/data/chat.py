@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from rondo.models.chat_template import left_out
 from rondo.models.control_tokens import backend_of, spelt
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.data.prompts import has_media, messages_of, of_text, template_args
@@ -35,7 +36,6 @@ _PLAIN, _CLOSED = "R", "T\n</think>\n\nR"
 _THOUGHT = f"<think>\n{_CLOSED}"
 _SAID = frozenset(("role", "content", "name", "tool_call_id"))
 _GIVEN = frozenset(("add_generation_prompt", "enable_thinking", "tools"))
-_TOLD = "40917."  # stands for what is said, where a template is asked whether it tells that
 _TEXT = {"type": "text", "text": "U"}
 
 
@@ -62,8 +62,9 @@ class Chat:
 
     def prompt(self, messages: Sequence[Message]) -> str:
         """The conversation up to where the policy goes on. Control tokens that somebody spells since the row are marked
-        (`models/control_tokens.py`). RowError for messages that the template does not take."""
+        (`models/control_tokens.py`). RowError for messages that the template does not take, or leaves out."""
         shown = [of_text(message) for message in messages]
+        self._refuse_left_out(shown)
         return self._written([each if each in self.begin else self._spelt(each) for each in shown])
 
     def _spelt(self, message: Message) -> Message:
@@ -104,18 +105,14 @@ class Chat:
             return self._looked(stand_ins, said)
 
     def _looked(self, stand_ins: Sequence[Message], said: Sequence[Message]) -> str:
-        told = []
-        for at, each in enumerate(said):
-            content, text = each["content"], f"{_TOLD}{at}."
-            told.append({**each, "content": [*content, {**_TEXT, "text": text}] if isinstance(content, list) else text})
-        whole = self._written([*stand_ins, *told])
-        for at, each in enumerate(said):
-            if f"{_TOLD}{at}." not in whole:
-                raise RowError(
-                    f"{self.name}: what is said must suit the chat template, which leaves out what a message of role "
-                    f"{each['role']!r} says. Say it in another role"
-                )
+        self._refuse_left_out([*stand_ins, *said])
         return self._written(stand_ins[:-1])
+
+    def _refuse_left_out(self, messages: Sequence[Message]) -> None:
+        if (words := left_out(self.tokenizer, messages, **self.args)) is not None:
+            raise RowError(
+                f"{self.name}: what is said must suit the chat template, which leaves out {words}. Say it in another role"
+            )
 
 
 @functools.lru_cache(16)

@@ -1,7 +1,7 @@
-"""Prompts: from a row to the tokens that the engine starts from, and from a demonstration to those that the policy learns from.
+"""Prompts: from a row to the tokens that the engine starts from.
 
 Owns rendering (plain text or the tokenizer's chat template), the length limit and what becomes of a row beyond it. Does not own
-tokenizers, rows, or prompts with media, which the model's processor renders (`media.py`).
+tokenizers, rows, answers (`turns.py`), or prompts with media, which the model's processor renders (`media.py`).
 Imports neither torch nor transformers: the tokenizer is handed in.
 
     render_prompt(tokenizer, Row("row 0", "s3142>", "1234", {}), config.data, max_tokens=64) -> int32 [T]
@@ -12,12 +12,12 @@ arguments and limit; so they see the same tokens and leave out the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rondo.models.chat_template import left_out
 from rondo.roles.data.datasets import Row, RowError
 from rondo.runtime.errors import Fatal
 
@@ -52,11 +52,15 @@ def render_prompt(
     tokens: Any = None
     try:
         text: Any = row.prompt
-        if not plain:
+        if messages is not None:
             text = tokenizer.apply_chat_template(messages, tokenize=False, **template_args(row, config))
+            added = len(messages) - (1 if isinstance(row.prompt, str) else len(row.prompt))
+            refuse_left_out(tokenizer, row, messages, template_args(row, config), added)
         least = 0 if config.too_long == "truncate" else _least_tokens(tokenizer, text, max_tokens)
         if least <= max_tokens:
             tokens = tokenizer(text, add_special_tokens=plain)["input_ids"]
+    except RowError:
+        raise
     except Exception as error:  # a template raises whatever its code and the row's values lead to
         suits = "the tokenizer" if plain else "the chat template"
         raise RowError(
@@ -88,7 +92,7 @@ def messages_of(row: Row, config: DataConfig) -> list[dict[str, Any]]:
         )
     messages = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
     args = config.chat_template_args
-    if messages[-1]["role"] == "assistant" and args.get("add_generation_prompt", not _continues(config)):
+    if messages[-1]["role"] == "assistant" and args.get("add_generation_prompt", not continues(config)):
         raise RowError(
             f"{row.name}: prompt must end with a message for the assistant to answer, got one of the assistant. Set "
             "data.chat_template_args to {'continue_final_message': True} to have it continued, or remove the message"
@@ -117,7 +121,7 @@ def template_args(row: Row, config: DataConfig) -> dict[str, Any]:
     args = dict(config.chat_template_args)
     if row.tools:
         args["tools"] = list(row.tools)
-    if not _continues(config):
+    if not continues(config):
         return {"add_generation_prompt": True, **args}
     ends = not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant"
     return {**args, "continue_final_message": ends, "add_generation_prompt": not ends}
@@ -157,29 +161,25 @@ def check_demonstration(
         )
 
 
-def encode_answer(tokenizer: Any, row: Row, config: DataConfig) -> tuple[Row, np.ndarray]:
-    """(the row without its answer, the answer and the end of sequence, int32 [R]: what the policy learns to write). The answer is
-    the label, or without a column for it the prompt's last message, which is the assistant's."""
-    answer = row.label
-    if config.label is None and not isinstance(row.prompt, str) and row.prompt[-1]["role"] == "assistant":
-        answer = of_text(row.prompt[-1]).get("content")
-        row = replace(row, prompt=row.prompt[:-1])
-    return row, answer_tokens(tokenizer, row, answer)
-
-
-def answer_tokens(tokenizer: Any, row: Row, answer: Any) -> np.ndarray:
-    """An answer to a row and the end of sequence, int32 [R]."""
-    if not isinstance(answer, str) or not answer or not row.prompt:
-        raise RowError(f"{row.name}: answer must be text, got {answer!r}. Correct or remove the row")
-    if tokenizer.eos_token_id is None:
+def refuse_left_out(
+    tokenizer: Any,
+    row: Row,
+    messages: Sequence[Mapping[str, Any]],
+    args: Mapping[str, Any],
+    added: int = 0,
+    whole: int | None = None,
+) -> None:
+    """RowError for a chat of which the chat template leaves out a tool, a message or calls; of the message at `whole`, anything.
+    `added`: messages in front that are not of the row."""
+    if (words := left_out(tokenizer, messages, added=added, whole=whole, **args)) is not None:
         raise RowError(
-            f"{row.name}: the tokenizer must have an end of sequence to learn to stop, got none. Set eos_token"
+            f"{row.name}: the chat template must write all of the chat, got one that leaves out {words}. Set data.message_roles, "
+            "correct or remove the row, or give the tokenizer another template"
         )
-    tokens = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    return np.asarray([*tokens, tokenizer.eos_token_id], dtype=np.int32)
 
 
-def _continues(config: DataConfig) -> bool:
+def continues(config: DataConfig) -> bool:
+    """Return whether a prompt that ends with a message of the assistant is continued."""
     return bool(config.chat_template_args.get("continue_final_message"))
 
 

@@ -14,6 +14,7 @@ from rondo.roles.config import DataConfig, JobConfig
 from rondo.roles.data.datasets import Dataset, Row, Rows, evaluation_sets
 from rondo.roles.data.fingerprints import Fingerprints
 from rondo.roles.data.prompts import of_text
+from rondo.roles.data.turns import without_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +28,10 @@ class Questions:
         return len(self.rows)
 
     def row(self, index: int) -> Row:
-        row = self.rows.row(index)
-        prompt, answer = row.prompt, row.label
-        if self.source.label is None and not isinstance(prompt, str) and prompt[-1]["role"] == "assistant":
-            prompt, answer = prompt[:-1], prompt[-1:]
+        row, answer = without_answer(self.rows.row(index), self.source)
         if isinstance(answer, list) and answer:
             answer = of_text(answer[-1]).get("content")
-        return replace(row, prompt=prompt, label=answer, rejected=None)
+        return replace(row, label=answer, rejected=None)
 
 
 def answered_sets(

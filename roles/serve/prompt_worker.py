@@ -28,6 +28,7 @@ from typing import Any
 
 import numpy as np
 
+from rondo.models.chat_template import left_out
 from rondo.models.control_tokens import encoded, spelt, without_marks
 from rondo.roles.serve.pieces import REPLACEMENT
 from rondo.roles.serve.text import text_of
@@ -100,13 +101,19 @@ def _render(tokenizer: Any, messages: list[Any], tools: Any = None, own: Any = _
         for each in messages:
             replied = _REPLIES if each["role"] == "assistant" else ()
             said.append({name: value if name in replied else spelt(tokenizer, value) for name, value in each.items()})
-        arguments = {"add_generation_prompt": True, **own, **spelt(tokenizer, given)}
-        text: str = tokenizer.apply_chat_template(said, tools=spelt(tokenizer, tools), **arguments, tokenize=False)
+        tools, arguments = spelt(tokenizer, tools), {"add_generation_prompt": True, **own, **spelt(tokenizer, given)}
+        text: str = tokenizer.apply_chat_template(said, tools=tools, **arguments, tokenize=False)
+        words = left_out(tokenizer, said, tools, **arguments)
     except (OverTime, MemoryError):
         raise
     except Exception as error:  # whatever the operator's template makes of somebody's messages is about these
-        words = f"{type(error).__name__}: {error}"[:400]
-        raise ConfigError(f"messages must suit the model's chat template, got {words}. Correct them") from error
+        wrong = f"{type(error).__name__}: {error}"[:400]
+        raise ConfigError(f"messages must suit the model's chat template, got {wrong}. Correct them") from error
+    if words is not None:
+        raise ConfigError(
+            f"messages and tools must suit the model's chat template, which leaves out {words}. Leave it out, or say it in a "
+            "message of another role"
+        )
     return text
 
 

@@ -15,7 +15,7 @@ import hashlib
 import io
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from rondo.roles.algorithms.preference import preference_sums
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import DataConfig, DpoConfig, PairsConfig
 from rondo.roles.data.datasets import Row, RowError
-from rondo.roles.data.prompts import answer_tokens, check_demonstration
+from rondo.roles.data.prompts import check_demonstration
+from rondo.roles.data.turns import Turns, encode_answer, without_answer
 from rondo.roles.training.backend import Backend, Objective, Use
 from rondo.roles.training.sft import Prepare, prompt_of
 from rondo.roles.training.supervised import cut
@@ -74,38 +75,28 @@ class Pair:
 def pair_encoder(
     tokenizer: Any, config: PairsConfig, source: DataConfig, *, prepare: Prepare | None = None
 ) -> Callable[[Row], Pair]:
-    """Prompt, answer and end of sequence of both sides of a row. Answers are text, a message of the assistant, or whole chats
-    that begin with the prompt; without a label the prompt ends with the better one. Raises like `render_prompt`."""
+    """Return what makes a row into both of its answers, as `encode_answer` has them, behind one prompt; without a label the
+    prompt ends with the better one. Raises like `render_prompt`."""
     most, place = config.micro_batch_tokens // 2, config.place  # both sides are in one micro-batch
 
     def encode(row: Row) -> Pair:
-        prompt, better = row.prompt, row.label
-        if source.label is None and not isinstance(prompt, str):
-            prompt, better = prompt[:-1], prompt[-1:]
-        row = replace(row, prompt=prompt)
-        sides = [answer_tokens(tokenizer, row, _answer(row, each)) for each in (better, row.rejected)]
-        longest = max(sides, key=len)
+        row, better = without_answer(row, source)
+        sides = [encode_answer(tokenizer, row, answer, source) for answer in (better, row.rejected)]
+        longest = max((side.tokens for side in sides), key=len)
         tokens, media = prompt_of(tokenizer, row, source, len(longest), most, prepare=prepare, place=place)
         check_demonstration(row, tokens, longest, most, source, place)
-        chosen, rejected = (Packable(np.concatenate([tokens, side]), len(side), media) for side in sides)
+        shared = min((side.prompt(tokens) for side in sides), key=len)
+
+        def packable(side: Turns) -> Packable:
+            answer = np.concatenate([side.prompt(tokens)[len(shared) :], side.tokens])
+            return Packable(np.concatenate([shared, answer]), len(answer), media)
+
+        chosen, rejected = map(packable, sides)
         if np.array_equal(chosen.tokens, rejected.tokens):
             raise RowError(f"{row.name}: the answers of a pair must differ, got the same twice. Remove the row")
         return Pair(chosen, rejected, row.margin)
 
     return encode
-
-
-def _answer(row: Row, value: Any) -> Any:
-    """The text of an answer, of a chat its last message."""
-    if isinstance(value, str) or not isinstance(value, list) or not value:
-        return value
-    begins = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-    if value[-1]["role"] != "assistant" or (len(value) > 1 and value[:-1] != begins):
-        raise RowError(
-            f"{row.name}: an answer must be text, a message of the assistant, or the prompt with one behind it, got another "
-            "chat. Correct or remove the row"
-        )
-    return value[-1].get("content")
 
 
 class PreferenceLoss(Objective):

@@ -29,7 +29,7 @@ from rondo.models.packing import Sequence as Packable
 from rondo.roles.algorithms.sums import LossSums
 from rondo.roles.config import DataConfig, SftConfig, TrainConfig
 from rondo.roles.data.datasets import Row
-from rondo.roles.data.prompts import check_demonstration, encode_answer, render_prompt, without_media_section
+from rondo.roles.data.prompts import check_demonstration, render_prompt, without_media_section
 from rondo.roles.data.turns import encode_turns
 from rondo.roles.training.backend import Backend, Objective, Use
 from rondo.roles.training.balance import Balance
@@ -115,20 +115,17 @@ def encoder(
     max_prompt_tokens: int | None = None,
     prepare: Prepare | None = None,
 ) -> Callable[[Row], Demonstration]:
-    """Prompt, answer and end of sequence of a row as tokens, int32; the answer and its end are learnt, or those `config.turns` of
-    a chat. The prompt is rendered as in reinforcement, with at most `max_prompt_tokens`; None for what the answer leaves of
-    `config.micro_batch_tokens`. Raises like `render_prompt`."""
+    """Return what makes a row into its tokens, of which the turns that `config.turns` names are learnt as the chat template
+    writes them (`roles/data/turns.py`). The prompt is rendered as in reinforcement, with at most `max_prompt_tokens`; None for
+    what the answer leaves of `config.micro_batch_tokens`. Raises like `render_prompt`."""
     max_tokens = config.micro_batch_tokens
 
     def encode(row: Row) -> Demonstration:
-        if config.turns == "last":
-            row, answer = encode_answer(tokenizer, row, source)
-            mask = np.ones(len(answer), np.uint8)
-        else:
-            row, answer, mask = encode_turns(tokenizer, row, source, config.turns)
-        prompt, media = prompt_of(tokenizer, row, source, len(answer), max_tokens, max_prompt_tokens, prepare)
-        check_demonstration(row, prompt, answer, max_tokens, source)
-        return Demonstration(Packable(np.concatenate([prompt, answer]), len(answer), media), mask)
+        made = encode_turns(tokenizer, row, source, config.turns)
+        prompt, media = prompt_of(tokenizer, made.row, source, len(made.tokens), max_tokens, max_prompt_tokens, prepare)
+        prompt = made.prompt(prompt)
+        check_demonstration(row, prompt, made.tokens, max_tokens, source)
+        return Demonstration(Packable(np.concatenate([prompt, made.tokens]), len(made.tokens), media), made.mask)
 
     return encode
 

@@ -314,7 +314,9 @@ def test_a_processor_that_does_not_fit_its_model_is_found_at_the_first_prompt(
         Processor.load(path, MediaConfig()).prepare(asked([media["image"]]), [media["image"]])
     broken = tmp_path / "template"
     shutil.copytree(folders["qwen3_vl"], broken)
-    (broken / "chat_template.jinja").write_text("{% for message in messages %}{{ message.role }}{% endfor %}")
+    (broken / "chat_template.jinja").write_text(
+        "{% for message in messages %}{% for part in message.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    )
     with pytest.raises(MediaError, match=r"must write '<\|image_pad\|>' once for each image, got 0 for 1"):
         Processor.load(str(broken), MediaConfig()).prepare(asked([media["image"]]), [media["image"]])
 

@@ -11,7 +11,7 @@ import pytest
 from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.config import DataConfig
 from rondo.roles.data.datasets import Row, RowError
-from rondo.roles.data.prompts import TooLong, encode_answer, render_prompt
+from rondo.roles.data.prompts import TooLong, render_prompt
 from rondo.runtime.errors import Fatal
 
 PLAIN = DataConfig(path="unused")
@@ -140,27 +140,6 @@ def test_a_prompt_beyond_the_limit_is_left_out_cut_at_its_beginning_or_ends_the_
     assert tokenizer.decode(render_prompt(tokenizer, row("12345678"), plain["truncate"], 8)) == "12345678"
     with pytest.raises(RowError, match="got 0"):
         render_prompt(tokenizer, row(""), plain["truncate"], 8)
-
-
-def test_an_answer_ends_with_the_end_of_sequence(tokenizer: Any) -> None:
-    _, tokens = encode_answer(tokenizer, row("s31>", "13"), PLAIN)
-    assert tokens.dtype == np.int32
-    assert tokens.tolist() == [*tokenizer("13")["input_ids"], tokenizer.eos_token_id]
-
-
-def test_without_a_label_the_last_message_is_the_answer(tokenizer: Any) -> None:
-    left, tokens = encode_answer(tokenizer, row([QUESTION, PREFIX]), chat(label=None))
-    assert left.prompt == [QUESTION]
-    assert tokenizer.decode(tokens) == "Well," + tokenizer.eos_token
-    for prompt in ([QUESTION], [PREFIX]):
-        with pytest.raises(RowError, match="answer must be text"):
-            encode_answer(tokenizer, row(prompt), chat(label=None))
-
-
-@pytest.mark.parametrize("label", [None, "", 13])
-def test_an_answer_that_is_no_text_is_refused(tokenizer: Any, label: Any) -> None:
-    with pytest.raises(RowError, match=r"data.jsonl:3: answer must be text"):
-        encode_answer(tokenizer, row("s31>", label), PLAIN)
 
 
 def test_a_prompt_longer_than_its_tokens_can_be_is_not_tokenized() -> None:

@@ -22,6 +22,8 @@ from rondo.roles.engines.faults import RequestFailed
 from rondo.roles.engines.stops import Stops, stops_of, token_stops, whole_sample
 from rondo.roles.serve.requests import Ask, Requests
 from rondo.runtime.errors import ConfigError, CorruptData, PeerGone
+from tests.roles.data import templates
+from tests.roles.data.templates import tokenizer_of
 from tests.roles.engines.sglang.test_one_server import Client, told
 from tests.roles.engines.sglang.test_one_server import engine as sglang_engine
 
@@ -149,6 +151,8 @@ def test_every_end_of_sequence_of_the_generation_config_the_config_and_the_token
     assert stops_of(str(tmp_path), TOKENIZER, ("<|im_start|>", "so"), 4) == Stops(
         tuple(sorted({3, 5, 7, END, TOKENIZER.convert_tokens_to_ids("<|im_start|>")})), ("so",), TOKENIZER
     )
+    other = tokenizer_of(templates.LLAMA3)  # ends its turns with what nothing else names
+    assert other.convert_tokens_to_ids("<|eot_id|>") in stops_of(str(tmp_path), other, (), 4).ids
     with pytest.raises(ConfigError, match="'so long' of 7 tokens"):
         stops_of(str(tmp_path), TOKENIZER, ("so long",), 4)
 

@@ -14,6 +14,8 @@ import pytest
 
 from rondo.models.tiny.tokenizer import build_tokenizer
 from rondo.roles.engines.engine import Completion, Prefix, Request
+from tests.roles.data import templates
+from tests.roles.data.templates import tokenizer_of
 from tests.roles.serve.serving import MODEL, ids, reached, serving, tokenizer, until
 from tests.roles.serve.test_dialect import events, real
 
@@ -346,3 +348,26 @@ def telling(served: Any, told: list[str], *, silent: bool = False) -> None:
 def prefix(text: str) -> Prefix:
     tokens = np.array(ids(text), np.int32)
     return Prefix(tokens, np.zeros(len(tokens), np.float32), np.zeros(len(tokens), np.int32))
+
+
+@pytest.mark.parametrize(
+    ("template", "asked", "words"),
+    [
+        ("LLAMA3", {"messages": USER, "tools": ADD}, "the tool 'add'"),
+        ("MISTRAL", {"messages": [*USER, {"role": "system", "content": "be"}]}, "message 2, of role 'system'"),
+        (
+            "GEMMA",
+            {"messages": [*USER, {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
+            "the calls of message 2, of role 'assistant'",
+        ),
+    ],
+)
+async def test_what_the_template_does_not_show_is_refused_with_its_name(
+    template: str, asked: dict[str, Any], words: str
+) -> None:
+    async with serving(own=tokenizer_of(getattr(templates, template))) as served:
+        with pytest.raises(
+            openai.BadRequestError, match="must suit the model's chat template, which leaves out"
+        ) as refused:
+            await served.openai.chat.completions.create(model=MODEL, **asked)
+    assert words in str(refused.value)
