@@ -134,6 +134,10 @@ class Server:
         assert not offered.keys() & self._endpoints.keys(), f"endpoints twice: {sorted(offered)}"
         self._endpoints |= offered
 
+    def look(self) -> None:
+        """Listens anew, now and not at its next look, where somebody has removed the path of its socket."""
+        self._listener.look()
+
     def close(self) -> asyncio.Future[None]:
         """Stops listening, cancels every call and hangs up, all at once. Await the result to see the last call end."""
         if self._ended is None:

@@ -17,6 +17,7 @@ large array leaves it unchanged until the call returns, and an endpoint returns 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import socket
@@ -56,6 +57,8 @@ _DIRECT_BYTES = 16 << 10
 _MARK = "\x00buffer"
 _MARK_JSON = b'{"\\u0000buffer":'
 _MAX_UNIX_PATH_BYTES = 107
+_LOOK_S = 0.25
+"""From one look whether a socket's path is still there to the next."""
 
 P = TypeVar("P", bound="FrameProtocol")
 
@@ -435,17 +438,26 @@ async def connect(address: str, factory: Callable[[], P]) -> P:
 
 
 class Listener:
-    """A listening socket. `address` is where it listens, with the port that the system chose for port 0."""
+    """A listening socket. `address` is where it listens, with the port that the system chose for port 0. One at a path listens
+    anew where somebody has removed that, once its directory is there: connections stay."""
 
-    def __init__(self, server: asyncio.Server, address: str, path: Path | None) -> None:
+    def __init__(
+        self, server: asyncio.Server, address: str, path: Path | None, factory: Callable[[], FrameProtocol]
+    ) -> None:
         self._server = server
         self.address = address
-        self._path = path
+        self._path, self._factory = path, factory
         self._inode = path.stat().st_ino if path is not None else 0
+        self._renewing: asyncio.Task[None] | None = None
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look) if path is not None else None
 
     def close(self) -> None:
         """Stops listening and removes the socket's path, if it is still this socket's."""
         self._server.close()
+        if self._renewing is not None:
+            self._renewing.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._path is not None:
             try:
                 if self._path.stat().st_ino == self._inode:
@@ -453,6 +465,23 @@ class Listener:
             except FileNotFoundError:
                 pass  # its directory went first
             self._path = None
+
+    def look(self) -> None:
+        """Begins to listen anew where the path is gone and can be made."""
+        renewing = self._renewing is not None and not self._renewing.done()
+        if self._path is not None and not renewing and not self._path.exists() and self._path.parent.is_dir():
+            self._renewing = asyncio.get_running_loop().create_task(self._renew(self._path))
+
+    def _look(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_LOOK_S, self._look)
+        self.look()
+
+    async def _renew(self, path: Path) -> None:
+        before = self._server
+        with contextlib.suppress(OSError):  # the next look tries it again
+            self._server = await _listen_at(path, self._factory)
+            self._inode = path.stat().st_ino
+            before.close()
 
 
 async def listen(address: str, factory: Callable[[], FrameProtocol]) -> Listener:
@@ -463,18 +492,21 @@ async def listen(address: str, factory: Callable[[], FrameProtocol]) -> Listener
         if not isinstance(target, Path):
             server = await loop.create_server(factory, *target, backlog=1024)
             host, port = server.sockets[0].getsockname()[:2]
-            return Listener(server, f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}", None)
+            return Listener(server, f"tcp:[{host}]:{port}" if ":" in host else f"tcp:{host}:{port}", None, factory)
         _take_over(target)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.bind(str(target))
-            server = await loop.create_unix_server(factory, sock=sock, backlog=1024)
-        except BaseException:
-            sock.close()
-            raise
-        return Listener(server, address, target)
+        return Listener(await _listen_at(target, factory), address, target, factory)
     except OSError as error:
         raise Refused(f"{address} must be free to listen on, got {error}. Stop its user, or choose another") from error
+
+
+async def _listen_at(path: Path, factory: Callable[[], FrameProtocol]) -> asyncio.Server:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(str(path))
+        return await asyncio.get_running_loop().create_unix_server(factory, sock=sock, backlog=1024)
+    except BaseException:
+        sock.close()
+        raise
 
 
 def _take_over(path: Path) -> None:

@@ -187,6 +187,14 @@ class SegmentServer:
         self._acceptor = threading.Thread(target=self._accept, args=(listener,), name="segments", daemon=True)
         self._acceptor.start()
 
+    def listen_again(self) -> None:
+        """Listens at its path anew, from which somebody has removed its socket. Clients and memory stay."""
+        before = self._listener
+        assert before is not None
+        self.start()
+        before.shutdown(socket.SHUT_RDWR)
+        before.close()
+
     def close(self) -> None:
         """Hangs up on everyone and lets go of all memory. Safe to call twice."""
         listener, self._listener = self._listener, None

@@ -2,6 +2,9 @@
 janitor.
 
 Owns the making of these in the right order and their end in the other. Does not own the run directory, which stays.
+The run-time directory lies where cleaners remove what is old: it is locked (`flock`), which systemd-tmpfiles honours, and touched
+now and then. Where it is removed all the same, `keep` makes it anew, and each server in it listens again by itself
+(`transport.py`).
 Invariant: however the run ends, and if this process is killed, no process and no file of the estate is left.
 
     with Estate(run_dir, longest_name="rollout-0.0", on_register=accept) as estate:
@@ -11,11 +14,14 @@ Invariant: however the run ends, and if this process is killed, no process and n
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
+import time
 from collections.abc import Callable, Set
 from pathlib import Path
 
@@ -31,6 +37,7 @@ from rondo.runtime.supervision.launcher import Surroundings
 _MAX_SOCKET_BYTES = 107
 _SWEEP_S = 15.0
 _BACKLOG = 4096
+_TOUCH_S = 600.0
 
 
 class Estate(Closing):
@@ -41,6 +48,8 @@ class Estate(Closing):
         with contextlib.ExitStack() as ends:
             self.rt_dir = Path(tempfile.mkdtemp(prefix="rondo-", dir=_folder(longest_name)))
             ends.callback(shutil.rmtree, self.rt_dir, ignore_errors=True)
+            self._held = ends.enter_context(contextlib.ExitStack())
+            self._lock()
             self._others = {child.pid for child in children(os.getpid())}
             self.cgroup = Cgroup.make(self.rt_dir.name)
             if self.cgroup is not None:
@@ -58,6 +67,34 @@ class Estate(Closing):
             host, port = self.store_socket.getsockname()
             self.surroundings = Surroundings(run_dir, self.rt_dir, (host, port), self.cgroup)
             self._ends = ends.pop_all()
+
+    def keep(self) -> None:
+        """Makes what somebody has removed of the run-time directory anew. OSError where it cannot be had, or is not ours."""
+        try:
+            found = self.rt_dir.lstat()
+        except FileNotFoundError:
+            self.rt_dir.mkdir(0o700)
+            found = self.rt_dir.lstat()
+            self._lock()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) != 0o700:
+            raise PermissionError(f"the run-time directory {self.rt_dir} must be this run's own, got somebody else's")
+        if not (self.rt_dir / "token").exists():
+            write_private(self.rt_dir / "token", self.token)
+        if not self.segments.path.exists():
+            self.segments.listen_again()
+        if time.monotonic() > self._touched_at + _TOUCH_S:
+            self._touched_at = time.monotonic()
+            for path in (self.rt_dir, *self.rt_dir.rglob("*")):
+                with contextlib.suppress(OSError):  # gone meanwhile
+                    os.utime(path, follow_symlinks=False)
+
+    def _lock(self) -> None:
+        self._held.close()
+        self._touched_at = time.monotonic()
+        folder = os.open(self.rt_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._held.callback(os.close, folder)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def address(self, name: str) -> str:
         """Where the actor of that name listens."""

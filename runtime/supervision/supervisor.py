@@ -149,7 +149,7 @@ class Supervisor(Actor):
             ends.callback(self._close_lives)
             async with await serve(
                 self, self._estate.address("supervisor"), token=self._estate.token, name="supervisor"
-            ):
+            ) as self._server:
                 return await self._supervise()
 
     def request_stop(self, reason: str, *, quick: bool = False, notice: bool = False) -> None:
@@ -203,6 +203,8 @@ class Supervisor(Actor):
             self._do(self._machine.begin(time.monotonic()))
             while self._outcome is None:
                 self._do(self._machine.tick(time.monotonic(), self._beats()))
+                with telling("run-time directory"):
+                    self._estate.keep()
                 with telling("memory and processor time"):
                     self._ledger.sample(self._lives.values(), self._nursery.pids, self._segment_bytes())
                 try:
@@ -258,6 +260,8 @@ class Supervisor(Actor):
         life = Incarnation(name, number, around.log_path(name, number, order.attempt), self)
         self._lives[name] = life
         try:
+            self._estate.keep()
+            self._server.look()
             life.heartbeat = self._estate.segments.segment(segment_name(name, number), segment_bytes(num_ranks))
             if name in self._services:
                 self._begin(life, around.start_service(name, self._services[name], number, order.attempt))

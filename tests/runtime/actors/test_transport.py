@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import shutil
 import socket
 import struct
 import tracemalloc
@@ -477,6 +478,27 @@ async def test_the_path_of_a_dead_listener_is_taken_over_and_removed_at_the_end(
     listener = await listen(f"unix:{path}", Recorder)
     listener.close()
     assert not path.exists()
+
+
+async def test_a_listener_whose_path_was_removed_listens_there_again_once_its_folder_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "_LOOK_S", 0.001)
+    folder = tmp_path / "rt"
+    folder.mkdir()
+    address = f"unix:{folder}/a.sock"
+    listener = await listen(address, Recorder)
+    for removed in (folder / "a.sock", folder):
+        shutil.rmtree(folder) if removed == folder else removed.unlink()
+        with pytest.raises(PeerGone):
+            await connect(address, Recorder)
+        folder.mkdir(exist_ok=True)
+        async with asyncio.timeout(60):
+            while not (folder / "a.sock").exists():  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        await connect(address, asyncio.Protocol)
+    listener.close()
+    assert not (folder / "a.sock").exists()
 
 
 async def test_a_living_listener_keeps_its_path(tmp_path: Path) -> None:

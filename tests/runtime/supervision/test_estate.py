@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +35,34 @@ def test_an_estate_is_private_while_it_lasts_and_leaves_nothing(tmp_path: Path) 
     assert not estate.rt_dir.exists() and process.stat(estate.janitor.pid) is None
     assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors  # garbage of other tests may go meanwhile
     estate.close()
+
+
+def test_what_a_cleaner_removes_is_made_anew_and_what_is_somebody_elses_is_not_taken(tmp_path: Path) -> None:
+    with Estate(tmp_path / "run", "actor-0.0", lambda registration: None) as estate:
+        before = SegmentClient(estate.rt_dir / "handover.sock", estate.token)
+        for removed in ("token", "handover.sock", ""):
+            found = estate.rt_dir / removed
+            shutil.rmtree(found) if found.is_dir() else found.unlink()
+            estate.keep()
+            assert estate.rt_dir.stat().st_mode & 0o777 == 0o700
+            assert (estate.rt_dir / "token").read_text() == estate.token
+            with SegmentClient(estate.rt_dir / "handover.sock", estate.token) as client:
+                client.segment("ring", 4096).close()
+            folder = os.open(estate.rt_dir, os.O_RDONLY)
+            with pytest.raises(BlockingIOError):  # as systemd-tmpfiles finds it
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.close(folder)
+        before.segment("ring", 0).close()
+        before.close()
+        os.utime(estate.rt_dir, (0, 0))
+        estate._touched_at = -1e9
+        estate.keep()
+        assert estate.rt_dir.stat().st_mtime > 0
+        shutil.rmtree(estate.rt_dir)
+        estate.rt_dir.symlink_to(tmp_path)
+        with pytest.raises(PermissionError, match="must be this run's own, got somebody else's"):
+            estate.keep()
+        estate.rt_dir.unlink()
 
 
 def test_an_estate_that_cannot_be_made_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

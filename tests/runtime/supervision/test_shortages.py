@@ -1,10 +1,12 @@
-"""A supervisor that is short of inodes or descriptors: roles start again, and what was missing is told by its name."""
+"""A supervisor that is short of inodes or descriptors, or whose run-time directory is removed: roles start again, and what was
+missing is told by its name."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -76,6 +78,22 @@ def test_without_a_descriptor_a_role_starts_again_with_those_that_were_held_back
         assert stopped(run)["exit_code"] == 75
         (short,) = run.of("short")
     assert "Too many open files" in short["why"] and "raise `ulimit -n`" in short["why"]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_role_starts_again_when_a_cleaner_has_removed_the_run_time_directory(tmp_path: Path, *, whole: bool) -> None:
+    with program(tmp_path, IDLE) as run:
+        run.ready("store", "coordinator", "beta-0")
+        if whole:
+            shutil.rmtree(run.rt_dir)
+        else:  # what is old, as sockets of services are
+            for path in [each for each in run.rt_dir.iterdir() if not each.name.startswith("beta-0")]:
+                path.unlink() if not path.is_dir() else shutil.rmtree(path)
+        os.kill(run.pid("coordinator"), signal.SIGKILL)
+        run.ready("coordinator", incarnation=2)
+        restarted(run)
+        assert stopped(run)["exit_code"] == 75
+    assert not run.rt_dir.exists() and [each["group"] for each in run.of("died")] == ["coordinator", "beta-0"]
 
 
 def test_a_run_that_can_open_nothing_ends_with_that_as_its_cause(tmp_path: Path) -> None:
