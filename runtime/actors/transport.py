@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import os
 import socket
 import stat
 import struct
@@ -480,7 +481,7 @@ class Listener:
         before = self._server
         with contextlib.suppress(OSError):  # the next look tries it again
             self._server = await _listen_at(path, self._factory)
-            self._inode = path.stat().st_ino
+            self._inode = os.stat(path).st_ino  # noqa: PTH116 - at once, on the loop
             before.close()
 
 

@@ -48,7 +48,7 @@ class Estate(Closing):
         with contextlib.ExitStack() as ends:
             self.rt_dir = Path(tempfile.mkdtemp(prefix="rondo-", dir=_folder(longest_name)))
             ends.callback(shutil.rmtree, self.rt_dir, ignore_errors=True)
-            self._held = ends.enter_context(contextlib.ExitStack())
+            self._held, self._touched_at = ends.enter_context(contextlib.ExitStack()), 0.0
             self._lock()
             self._others = {child.pid for child in children(os.getpid())}
             self.cgroup = Cgroup.make(self.rt_dir.name)
