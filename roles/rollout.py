@@ -212,6 +212,9 @@ class RolloutRole:
                     lease = Lease(**{**grant, "have": {sample: told_of(*told) for sample, *told in grant["have"]}})
                     self._progress.begin((lease.group, lease.epoch))
                     self._running[lease.group, lease.epoch] = tasks.create_task(self._run_group(lease))
+                await asyncio.sleep(
+                    0
+                )  # each begins: a task that is cancelled before its first step never gives its lease back
             elif "look" in answer:
                 await self._look(**answer["look"])
             elif "evaluate" in answer:

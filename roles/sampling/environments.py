@@ -158,7 +158,7 @@ class Environments:
                 calls = (
                     tools.calls_of(turn.text, context.tokenizer.chat_template, self._schemas) if self._schemas else []
                 )
-                if calls == [] and getattr(environment, "step", None) is None:
+                if not calls and getattr(environment, "step", None) is None:
                     break  # nobody is asked
                 asked = functools.partial(self._answer, environment, context, turn, calls)
                 said, reward, over = await past.answer(asked)
@@ -190,11 +190,9 @@ class Environments:
                 before, last = episode.messages, {"role": "user", "content": ""}
             await episode.new_context([*before, {**last, "content": last["content"] + said}])
 
-    async def _answer(self, environment: Any, context: Context, turn: Turn, calls: list[Call] | None) -> _Answered:
+    async def _answer(self, environment: Any, context: Context, turn: Turn, calls: list[Call]) -> _Answered:
         """To a turn. What tools answer is a message each."""
-        if calls is None:
-            answers = [("", Answer("Error: the call could not be read. Write it as shown", failed=True))]
-        elif calls:
+        if calls:
             answers = [(call.name, await self._tool(environment, context, call)) for call in calls]
         else:
             found = await self._call(context, self._name, environment.step, turn.text)
@@ -224,6 +222,9 @@ class Environments:
 
     async def _tool(self, environment: Any, context: Context, call: Call) -> Answer:
         names = [each["function"]["name"] for each in self._schemas]
+        if not call.name:
+            text = " ".join(call.arguments.split())
+            return Answer(f"Error: the call {text:.80} could not be read. Write it as shown", failed=True)
         tool, _ = self._tools.get(call.name, (getattr(environment, call.name, None), ""))
         if call.name not in names or tool is None:
             return Answer(f"Error: there is no tool {call.name!r}. There are: {', '.join(names)}", failed=True)

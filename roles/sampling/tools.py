@@ -160,15 +160,16 @@ def check_template(chat_template: object) -> None:
         )
 
 
-def calls_of(text: str, chat_template: object, tools: Sequence[Mapping[str, Any]]) -> list[Call] | None:
-    """The calls that a turn makes, in their order; None where it tries to make one that cannot be read."""
+def calls_of(text: str, chat_template: object, tools: Sequence[Mapping[str, Any]]) -> list[Call]:
+    """Return the calls that a turn makes, in their order. One that cannot be read has no name, and its text for arguments."""
+    read = call_reader(chat_template, tools)
     reader = OutputReader(
-        calls=call_reader(chat_template, tools), reasoning="</think>" in text and "<think>" not in text
+        calls=lambda call: read(call) or Call("", call), reasoning="</think>" in text and "<think>" not in text
     )
     parts = [*reader.feed(text), *reader.finish()]
     calls = [Call(part.name, part.text) for part in parts if part.kind == "call"]
-    tried = any(part.kind == "content" and _MARK in part.text for part in parts)
-    return None if tried and not calls else calls
+    content = "".join(part.text for part in parts if part.kind == "content")
+    return [*calls, Call("", content.partition(_MARK)[2])] if _MARK in content else calls  # one without an end
 
 
 def arguments_of(call: Call, tool: Callable[..., Any]) -> dict[str, Any] | Answer:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from rondo.roles.rollout import RolloutRole
+from rondo.roles.sampling.groups import Lease
 from rondo.roles.sampling.leases import Progress
 from rondo.runtime.records.timeline import span
 
@@ -48,3 +49,36 @@ async def test_a_replica_that_is_asked_to_leave_leaves_an_evaluation_and_one_tha
             async with asyncio.TaskGroup() as tasks:
                 await role._work(tasks)
         assert raised.value.exceptions == (error,)
+
+
+async def test_what_is_granted_in_the_moment_of_a_stop_is_given_back() -> None:
+    calls = list[Any]()
+
+    class Role(RolloutRole):
+        async def _next(self, room: int) -> dict[str, Any]:
+            self._ctx.stopping.set()
+            grants = [
+                {"group": 7 + at, "epoch": 0, "step": 1, "position": at, "ring": "ring", "have": []} for at in range(2)
+            ]
+            return {"grants": grants}
+
+    async def called(*asked: Any) -> None:
+        calls.append(asked)
+
+    async def fill(lease: Lease) -> None:
+        await asyncio.Event().wait()
+
+    ctx: Any = SimpleNamespace(
+        stopping=asyncio.Event(), span=lambda name, **_: span(name, "rollout"), progress=lambda: None
+    )
+    role = Role(ctx)
+    role._job = SimpleNamespace(  # type: ignore[assignment]
+        bus=SimpleNamespace(call=called),
+        config=SimpleNamespace(rollout=SimpleNamespace(samples_per_prompt=2, max_episodes=None, agent=None)),
+    )
+    role._replica, role._progress = SimpleNamespace(num_slots=4), Progress(1.0)  # type: ignore[assignment]
+    role._groups = SimpleNamespace(fill=fill)  # type: ignore[assignment]
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        await role._work(tasks)
+    assert calls == [("abandon", 7, 0), ("abandon", 8, 0)]
+    assert not role._running

@@ -159,6 +159,7 @@ async def test_tools_answer_in_their_messages_and_what_goes_wrong_is_told_to_the
         "Hm." + call("add", '{"a": 1, "b": 2}') + call("add", f'{{"a": {1 << 65}}}'),
         call("look", '{"context": "home"}') + call("add", '{"x": 4}') + call("run", "{}"),
         "<tool_call>add(1)</tool_call>",
+        call("add", '{"a": 1, b: 2}') + call("add", '{"a": 5}') + "<tool_call>[]</tool_call> and <tool_call>{",
         "3",
     )
     [made] = found.made
@@ -167,20 +168,25 @@ async def test_tools_answer_in_their_messages_and_what_goes_wrong_is_told_to_the
     said = [
         ["3", str((1 << 65) + 1)],
         ["Error: LookupError: home", f"Error: {wrong}", "Error: there is no tool 'run'. There are: add, look"],
-        ["Error: the call could not be read. Write it as shown"],
+        ["Error: the call add(1) could not be read. Write it as shown"],
+        [
+            'Error: the call {"name": "add", "arguments": {"a": 1, b: 2}} could not be read. Write it as shown', "6",
+            "Error: the call [] could not be read. Write it as shown", "Error: the call { could not be read. Write it as shown",
+        ],
     ]  # fmt: skip
     told = "<|im_end|>\n" + "".join(f"<|im_start|>tool\n{each}<|im_end|>\n" for each in said[0])
     assert found.prompts[1] == found.prompts[0] + "Hm." + call("add", '{"a": 1, "b": 2}') + call(
         "add", f'{{"a": {1 << 65}}}'
     ) + (told + "<|im_start|>assistant\n")
     for prompt, answers in zip(found.prompts[1:], said, strict=True):
-        for each in answers:
-            assert f"<|im_start|>tool\n{each}<|im_end|>" in prompt
+        assert prompt.endswith(
+            "".join(f"<|im_start|>tool\n{each}<|im_end|>\n" for each in answers) + "<|im_start|>assistant\n"
+        )
     done = made.last
     assert loss_mask(done, False).sum() == sum(done.policy_versions >= 0) < len(done.tokens)
     assert made.error is None and made.reward is None and len(made.rows) == 1
     counts = {name: (each.steps, each.errors, each.timeouts) for name, each in found.stats.items()}
-    assert counts == {"add": (3, 1, 0), "look": (1, 1, 0)}
+    assert counts == {"add": (4, 1, 0), "look": (1, 1, 0)}
 
 
 async def test_a_plain_tool_runs_in_a_process_of_its_own(tmp_path: Path) -> None:
