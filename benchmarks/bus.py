@@ -283,7 +283,7 @@ async def put_cost_ms(num_groups: int, num_ranks: int, *, whole_step: bool, num_
             await rollout.call("renew", [])
         begun = cpu_s([made.coordinator.pid])
         for _, i, j in order:
-            info = [[len(rows[0]["tokens"]), 8, 1.0, 0, 0, 0]]
+            info = [[len(rows[0]["tokens"]), 8, 1.0, 0, 0, 0, 1.0]]
             rollout.put_samples(grants[i]["ring"], grants[i]["group"], 0, [j], columns_of(load, rows), info)
             await rollout.call("renew", [])
         used = cpu_s([made.coordinator.pid])

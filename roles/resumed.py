@@ -28,7 +28,7 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from rondo.comm.bus.bus import Bus
-from rondo.comm.bus.group import LIVE, Group
+from rondo.comm.bus.group import INFO, LIVE, REWARD, Group
 from rondo.comm.ring.records import Column
 from rondo.comm.ring.views import Views
 from rondo.roles.streams import BASE_COLUMNS, ROLLOUT_COLUMNS, WORDS
@@ -118,7 +118,14 @@ class KeptSamples:
             columns |= {name: [np.zeros(0, np.uint8)] * len(rows) for name in names if name not in there}
         return cls(
             [
-                KeptRow(group, position, sample, part, tuple(info), {name: columns[name][i] for name in names})
+                KeptRow(
+                    group,
+                    position,
+                    sample,
+                    part,
+                    (*info, info[REWARD])[: len(INFO)],
+                    {name: columns[name][i] for name in names},
+                )
                 for i, (group, position, sample, part, *info) in enumerate(rows)
             ]
         )

@@ -20,10 +20,11 @@ RUN = 1
 """Of a run directory: `format.json`."""
 CHECKPOINT = 1
 """Of a checkpoint: its marker."""
-JOURNAL, OLDEST_JOURNAL = 6, 3
+JOURNAL, OLDEST_JOURNAL = 7, 3
 """Of the coordinator's journal and the dumps of its index: today's, and the oldest that is read. Since format 4 a put is
 journalled as its record's own bytes, before, field by field; since 5 the journal says which step a trainable role was told to
-leave; since 6 which rows were left out. A field that an older dump does not have begins as in a new index."""
+leave; since 6 which rows were left out; since 7 a row's reward before its length took anything off it. A field that an older dump
+does not have begins as in a new index."""
 
 
 @functools.cache

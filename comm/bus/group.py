@@ -32,10 +32,11 @@ Place = list[Any]  # [ring, position, sequence, row in the record]
 Extent = list[Any]  # [columns, part, first sample, how many samples, place of the first one]
 
 
-INFO = ("length", "response", "reward", "oldest", "newest", "finish")
+INFO = ("length", "response", "reward", "oldest", "newest", "finish", "verdict")
 """What is said of a row: tokens (and what encoders take of media of its own), tokens of the response, reward (None: it failed),
-the oldest and newest policy version of its tokens, and how the response ended, as its place in `FINISHES`."""
-LENGTH, RESPONSE, REWARD, OLDEST, NEWEST, FINISH = range(len(INFO))
+the oldest and newest policy version of its tokens, how the response ended, as its place in `FINISHES`, and the reward before
+anything was taken off it for the response's length, which says how well the prompt is solved."""
+LENGTH, RESPONSE, REWARD, OLDEST, NEWEST, FINISH, VERDICT = range(len(INFO))
 FINISHES = ("stop", "length", "aborted")
 """By itself, at the limit of its length, or by somebody."""
 NO_VERSION = -1
@@ -183,6 +184,11 @@ class Group:
     def info_of(self, sample: int, part: int = 0) -> tuple[Any, ...]:
         """`INFO` of one row that was put."""
         return tuple(values[part * self.num_samples + sample] for values in self.info)
+
+    def verdicts(self) -> list[float | None]:
+        """The verdict of each sample of a group; its reward where an older release put it."""
+        of: list[float | None] = self.info[VERDICT if len(self.info) > VERDICT else REWARD]
+        return of[: self.num_samples]
 
     def response(self, sample: int) -> int:
         """Tokens of the response of a sample that was put, over its parts."""

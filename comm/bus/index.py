@@ -19,7 +19,7 @@ from typing import Any
 
 from rondo.comm.bus.accounts import Accounts, Rules
 from rondo.comm.bus.curriculum import Curriculum
-from rondo.comm.bus.group import LIVE, NO_VERSION, REWARD, SETTLED, Group
+from rondo.comm.bus.group import LIVE, NO_VERSION, SETTLED, Group
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.rounds import Round, Rounds
 from rondo.comm.bus.space import Space
@@ -347,7 +347,7 @@ class Index(Accounts):
                 for oldest, count in Counter(group.oldest()).items():
                     if oldest != NO_VERSION:
                         self.staleness[step - oldest] = self.staleness.get(step - oldest, 0) + count
-                self._judge(group, group.info[REWARD][: group.num_samples])
+                self._judge(group, group.verdicts())
                 self._end(group, "trained")
             else:  # what its holder has reserved stays so until it is abandoned
                 self._end(group, "surplus")

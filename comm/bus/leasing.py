@@ -14,7 +14,7 @@ from typing import Any
 
 from rondo.comm.bus import wakes
 from rondo.comm.bus.evaluations import Asked
-from rondo.comm.bus.group import FINISH, REWARD, Group
+from rondo.comm.bus.group import FINISH, Group
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.transitions import Transitions, at_once
@@ -32,7 +32,7 @@ class Leasing(Transitions):
     ) -> dict[str, Any]:
         """Work for a rank of a rollout replica that works on `held` ([group, epoch] each); waits until there is some. One of:
 
-        {"grants": [{group, epoch, step, position, row, ring, has_media, have: [[sample, reward, response], ...]}, ...]}
+        {"grants": [{group, epoch, step, position, row, ring, has_media, have: [[sample, verdict, response], ...]}, ...]}
         {"look": {"position", "numbers"}}: tell first which rows come next (`lookahead.py`);
         {"evaluate": {"label", "version", "part", "of"}}: sample these of the held-out prompts with exactly this version; with
         "parts", what was found of all of them: say what they are together;
@@ -206,14 +206,14 @@ def lease_of(index: Index, group: Group) -> dict[str, Any]:
     """What the holder of a group is told, with what earlier holders put:
 
     {"group": 7, "epoch": 0, "step": 1, "position": 7, "row": None, "ring": "ring/rollout-0/0", "has_media": False,
-     "have": [[sample, reward, response, finish], ...]}
+     "have": [[sample, verdict, response, finish], ...]}
     """
     return {
         "group": group.id, "epoch": group.epoch, "step": group.step, "position": group.position,
         "row": group.row, "ring": index.space.ring_of(group.reservation()),
         "has_media": bool(group.media),
         "have": [
-            [sample, group.info[REWARD][sample], group.response(sample), group.info[FINISH][sample]]
+            [sample, group.verdicts()[sample], group.response(sample), group.info[FINISH][sample]]
             for sample in group.numbers()
         ],
     }  # fmt: skip

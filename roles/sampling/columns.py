@@ -124,14 +124,14 @@ def cut_off(completion: Completion) -> bool:
     return completion.finish_reason == "length"
 
 
-def info_of(row: SampleRow, finish: str, reward: float | None) -> tuple[float | None, ...]:
+def info_of(row: SampleRow, finish: str, reward: float | None, verdict: float | None) -> tuple[float | None, ...]:
     """As `Bus.put_samples` takes it, of a row whose sample ended so. Versions are those of tokens that a policy sampled; its
     length has what encoders take of its own media."""
     done = row.completion
     versions = done.policy_versions[done.policy_versions != NO_VERSION]
     span = (int(versions.min()), int(versions.max())) if len(versions) else (NO_VERSION, NO_VERSION)
     response, encoded = len(done.tokens), sum(media.encoder_positions for _, media in row.shown)
-    return (len(row.prompt) + response + encoded, response, reward, *span, FINISHES.index(finish))
+    return (len(row.prompt) + response + encoded, response, reward, *span, FINISHES.index(finish), verdict)
 
 
 def in_parts(made: Sequence[Made]) -> list[tuple[int, int]]:

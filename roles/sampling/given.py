@@ -72,5 +72,5 @@ class Given:
         span = (int(sampled.min()), int(sampled.max())) if len(sampled) else (NO_VERSION, NO_VERSION)
         length, response = len(row.columns["tokens"]), len(versions)
         columns = {name: row.columns.get(_OF_ROW.get(name, name), NOTHING) for name in base_columns(self._config)}
-        info = (length, response, row.reward, *span, FINISHES.index(row.finish))
+        info = (length, response, row.reward, *span, FINISHES.index(row.finish), row.reward)
         return KeptRow(group, 0, row.sample, row.part, info, columns)

@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from rondo.comm.bus.group import FINISH, FINISHES, RESPONSE, REWARD
+from rondo.comm.bus.group import FINISH, FINISHES, RESPONSE, VERDICT
 from rondo.comm.ring.records import Column
 from rondo.models.media.inputs import MediaInputs
 from rondo.roles.config import DataConfig
@@ -73,10 +73,11 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One of the workflow's with what its reward became."""
+    """One of the workflow's with what its reward became; `verdict` is that before its length took anything off it."""
 
     made: Made
     result: RewardResult
+    verdict: float | None
 
 
 @dataclass
@@ -264,23 +265,23 @@ class PromptGroups:
 
     def _sample(self, made: Made, result: RewardResult, most: int) -> Sample:
         """With what its length takes off its reward."""
-        config = self.job.config
+        config, verdict = self.job.config, result.score
         taken = config.reward.overlong(len(made.last.tokens), most)
         if taken and result.score is not None:
             result = replace(result, score=result.score - taken, details=result.details | {"overlong": -taken})
         if config.algorithm.by_turn and result.score is not None:
             made = with_score(made, result.score)
-        return Sample(made, result)
+        return Sample(made, result, verdict)
 
     def _put_kept(self, lease: Lease, prompt: np.ndarray) -> dict[int, Ended]:
-        """What the checkpoint that this run goes on from has of the group, on the bus again: sample -> reward."""
+        """What the checkpoint that this run goes on from has of the group, on the bus again, by sample."""
         found = [each for each in self.kept.take(lease.group, lease.position, prompt) if each.sample not in lease.have]
         if found:
             put_kept(self.job.bus, lease.ring, lease.group, lease.epoch, found)
         ended = dict[int, Ended]()
         for each in found:
             before = ended[each.sample].num_tokens if each.part else 0
-            ended[each.sample] = told_of(each.info[REWARD], before + int(each.info[RESPONSE] or 0), each.info[FINISH])
+            ended[each.sample] = told_of(each.info[VERDICT], before + int(each.info[RESPONSE] or 0), each.info[FINISH])
         return ended
 
     def _put_media(self, lease: Lease, media: MediaInputs) -> None:
@@ -314,7 +315,7 @@ class PromptGroups:
             kept = keeps.keeps(lease.group)
             words = [words_of(row, each.result, keeps.text_bytes) if kept else NOTHING for each in samples]
             columns.append(Column(WORDS, "uint8", [words[at] for at, _ in order]))
-        told = [(finish_of(sample.made.last), sample.result.score) for sample in samples]
+        told = [(finish_of(sample.made.last), sample.result.score, sample.verdict) for sample in samples]
         info = [info_of(row, *told[at]) for row, (at, _) in zip(rows, order, strict=True)]
         numbers, parts = [each.number for each in made], [len(each.rows) for each in made]
         self.job.bus.put_samples(lease.ring, lease.group, lease.epoch, numbers, columns, info, parts)
@@ -336,4 +337,4 @@ def told_of(reward: Any, response: Any, finish: Any) -> Ended:
 
 
 def _ended(sample: Sample) -> Ended:
-    return Ended(sample.result.score, finish_of(sample.made.last), sample.made.num_tokens)
+    return Ended(sample.verdict, finish_of(sample.made.last), sample.made.num_tokens)

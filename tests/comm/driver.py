@@ -96,7 +96,7 @@ class Driver:
         at = found.epoch if epoch is None and found is not None else epoch
         self._put(
             f"ring/{member}/0", [[group, s, 0] for s in samples], list(BASE), epoch=at, reservation=f"group.{group}.{at}",
-            info=by_field([[10, 4, reward, 0, 0, 0] for _ in samples]),
+            info=by_field([[10, 4, reward, 0, 0, 0, reward] for _ in samples]),
         )  # fmt: skip
 
     def put_columns(self, key: str, rows: list[list[int]], columns: list[str], member: str) -> None:

@@ -149,7 +149,7 @@ def put(
     oldest = [
         version if part == min(num, 3) - 1 else grant["step"] if part < 3 else NO_VERSION for _, part, num in rows
     ]
-    info = [[LENGTH, RESPONSE, 1.0, each, each, 0] for each in oldest]
+    info = [[LENGTH, RESPONSE, 1.0, each, each, 0, 1.0] for each in oldest]
     bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, columns, info, parts)
 
 

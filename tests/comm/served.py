@@ -175,7 +175,7 @@ def put_group(bus: Bus, grant: dict[str, Any], samples: list[int], value: float 
         Column("tokens", "int32", tokens),
         Column("loss_mask", "uint8", [np.ones(RESPONSE, np.uint8) for _ in samples]),
     ]
-    info = [[PROMPT + RESPONSE, RESPONSE, value, 0, 0, 0] for _ in samples]
+    info = [[PROMPT + RESPONSE, RESPONSE, value, 0, 0, 0, value] for _ in samples]
     bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, columns, info)
 
 

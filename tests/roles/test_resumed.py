@@ -48,7 +48,7 @@ def put(bus: Bus, grant: Mapping[str, Any], samples: list[int], parts: list[int]
     rows = [(s, part) for part in range(max(parts)) for s, num in zip(samples, parts, strict=True) if part < num]
     made = [columns(grant["group"], sample, part) for sample, part in rows]
     fields = [Column(name, made[0][name].dtype.name, [each[name] for each in made]) for name in BASE_COLUMNS]
-    info = [[3 + 2 * sample + part, 2 * sample + part, 0.25 * sample, 0, 0, 0] for sample, part in rows]
+    info = [[3 + 2 * sample + part, 2 * sample + part, 0.25 * sample, 0, 0, 0, 0.25 * sample] for sample, part in rows]
     bus.put_samples(grant["ring"], grant["group"], grant["epoch"], samples, fields, info, parts)
 
 
@@ -56,7 +56,7 @@ def equal(kept: list[KeptRow], expected: list[tuple[int, ...]]) -> None:
     assert [(each.group, each.sample, each.part) for each in kept] == [(*row, 0)[:3] for row in expected]
     for each in kept:
         response = 2 * each.sample + each.part
-        assert each.info == (3 + response, response, 0.25 * each.sample, 0, 0, 0)
+        assert each.info == (3 + response, response, 0.25 * each.sample, 0, 0, 0, 0.25 * each.sample)
         for name, array in columns(each.group, each.sample, each.part).items():
             assert each.columns[name].dtype == array.dtype and np.array_equal(each.columns[name], array)
 
@@ -149,7 +149,7 @@ def test_samples_of_another_prompt_or_position_are_not_used_and_no_samples_leave
     write_samples(tmp_path, [])
     assert not (tmp_path / FILE).exists()
     assert len(KeptSamples.read(tmp_path)) == len(KeptSamples.read(None)) == 0
-    sample = KeptRow(4, 9, 1, 0, (5, 2, 0.25, 0, 0, 0), columns(4, 1))
+    sample = KeptRow(4, 9, 1, 0, (5, 2, 0.25, 0, 0, 0, 0.25), columns(4, 1))
     assert KeptSamples([sample]).take(4, 8, PROMPT) == []
     assert KeptSamples([sample]).take(4, 9, PROMPT + 1) == []
     equal(KeptSamples([sample]).take(4, 9, PROMPT), [(4, 1)])
@@ -195,7 +195,7 @@ class Groups(PromptGroups):
         return Completion(request.id, tokens, np.zeros(2, np.float32), np.zeros(2, np.int32), "length", experts)
 
     async def _score(self, row: Row, finished: Any) -> list[Sample]:
-        return [Sample(each, RewardResult(1.0)) for each in finished]
+        return [Sample(each, RewardResult(1.0), 1.0) for each in finished]
 
     def _log(self, lease: Lease, row: Row, samples: Any) -> None:
         pass

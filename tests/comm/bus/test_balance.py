@@ -49,7 +49,7 @@ def test_whole_groups_stay_in_one_micro_batch_even_beyond_the_budget() -> None:
 
 
 def test_a_sample_costs_its_tokens_and_its_share_of_the_encoders_work_rounded_up() -> None:
-    info = [[20, 10, 30], [4, 4, 4], [1.0, 1.0, 1.0], [0, 0, 0], [0, 0, 0]]
+    info = [[20, 10, 30], [4, 4, 4], [1.0, 1.0, 1.0], [0, 0, 0], [0, 0, 0], [0, 0, 0], [1.0, 1.0, 1.0]]
     assert Group(0, 0, 0, 3, known=0b111, info=info).costs() == [20, 10, 30]
     assert Group(0, 0, 0, 3, known=0b111, info=info, encoder=100).costs() == [54, 44, 64]
 

@@ -42,7 +42,7 @@ async def test_a_put_is_journalled_as_the_bytes_of_its_record(tmp_path: Path) ->
     await rollout.call("renew", [])
     (event,) = (event for event in read(files(tmp_path / "journal")[0]) if event["event"] == "put")
     assert (event["spans"], event["columns"], event["entries"]) == ([[0, 0, 0, 2]], ["tokens", "loss_mask"], 2)
-    assert [list(field) for field in event["info"]] == [[6, 6], [4, 4], [1.0, 1.0], [0, 0], [0, 0], [0, 0]]
+    assert [list(field) for field in event["info"]] == [[6, 6], [4, 4], [1.0, 1.0], [0, 0], [0, 0], [0, 0], [1.0, 1.0]]
     lying = store.segment("ring/rollout-0/0", 0)
     start = 4096 + event["pos"]
     assert bytes(lying.view(readonly=True)[start : start + len(event["record"])]) == event["record"]

@@ -31,7 +31,7 @@ def put_lengths(bus: Driver, group: int, lengths: list[int]) -> None:
     found = bus.grant(group)
     bus._put(
         "ring/rollout-0/0", [[group, s, 0] for s in range(len(lengths))], list(BASE), epoch=found.epoch,
-        reservation=found.reservation(), info=by_field([[n, 4, 1.0, 0, 0, 0] for n in lengths]),
+        reservation=found.reservation(), info=by_field([[n, 4, 1.0, 0, 0, 0, 1.0] for n in lengths]),
     )  # fmt: skip
 
 
@@ -199,7 +199,7 @@ def test_ranks_have_about_equal_tokens_media_included_in_every_pass() -> None:
             bus.put_media(group, encoder=draw.randint(50, 400))
         bus._put(
             "ring/rollout-0/0", [[group, 0, 0], [group, 1, 0]], list(BASE), epoch=0, reservation=found.reservation(),
-            info=by_field([[draw.randint(20, 300), 4, 1.0, 0, 0, 0] for _ in range(2)]),
+            info=by_field([[draw.randint(20, 300), 4, 1.0, 0, 0, 0, 1.0] for _ in range(2)]),
         )  # fmt: skip
     bus.score()
     made = all_rounds(bus, 0)

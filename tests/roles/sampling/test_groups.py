@@ -270,7 +270,9 @@ async def test_a_response_near_its_limit_is_put_with_less_reward_and_says_so(tmp
         ).overlong
         groups.job.config.samples = SamplesConfig(keep=1)  # type: ignore[misc]
         await groups.fill(Lease(**{**grants[0], "have": {}}))
-        assert run.coordinator.index.groups[0].info[REWARD] == [0.75, None]  # 3 of 4 tokens: half of the way
+        index = run.coordinator.index
+        assert index.groups[0].info[REWARD] == [0.75, None]  # 3 of 4 tokens: half of the way
+        assert index.groups[0].verdicts() == [1.0, None]
         await bus.call("renew", [])
         kept = copy_samples(bus, orjson.dumps(run.coordinator.index.dump()))
         words = [orjson.loads(each.columns["words"].tobytes()) for each in kept]
@@ -280,6 +282,19 @@ async def test_a_response_near_its_limit_is_put_with_less_reward_and_says_so(tmp
         ]
     first, second = map(orjson.loads, (tmp_path / "samples" / "step_000000.jsonl").read_bytes().splitlines())
     assert (first["reward"], first["details"]) == (0.75, {"overlong": -0.25}) and second["reward"] is None
+
+
+async def test_a_group_whose_samples_differ_in_what_their_length_takes_off_alone_is_filtered(tmp_path: Path) -> None:
+    (tmp_path / "samples").mkdir()
+    shape: dict[str, Any] = {"base_columns": BASE_COLUMNS, "row_bytes": 4096, "samples_per_group": 2}
+    async with asyncio.timeout(60), served(max_staleness=0, **shape) as run:
+        bus, grants = await leased(run)
+        groups = Scored(bus, {0: 1.0, 1: 1.0}, tmp_path)
+        groups.job.config.rollout.filter = "zero_std"  # type: ignore[misc]
+        taken = iter((0.0, 0.5))
+        groups.job.config.reward.overlong = lambda *_: next(taken)  # type: ignore[method-assign]
+        await groups.fill(Lease(**{**grants[0], "have": {}}))
+        assert run.coordinator.index.counts["filtered"] == 1
 
 
 def test_the_penalty_of_overlong_responses_rises_evenly_up_to_the_limit() -> None:
