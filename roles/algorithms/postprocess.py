@@ -56,10 +56,13 @@ def process_of(reference: str) -> Process:
             raise Fatal(
                 f"{SETTING} must not fail, got {in_one_line(error)} of {len(samples)} rewards. Correct it"
             ) from error
-        if found.shape != rewards.shape or not np.isfinite(found).all():
-            got = f"shape {list(found.shape)}" if found.shape != rewards.shape else f"{found[~np.isfinite(found)][0]}"
+        largest = float(np.finfo(np.float32).max) / 2  # so that differences between two of them are float32, too
+        fits = np.abs(found) <= largest
+        if found.shape != rewards.shape or not fits.all():
+            got = f"shape {list(found.shape)}" if found.shape != rewards.shape else f"{found[~fits][0]:g}"
             raise Fatal(
-                f"{SETTING} must return one finite number for each of {len(samples)} rewards, got {got}. Correct it"
+                f"{SETTING} must return one number of at most {largest:.2g} in size for each of {len(samples)} rewards, got "
+                f"{got}. Correct it"
             )
         return found
 

@@ -23,6 +23,7 @@ from typing import Any, Literal, Protocol
 
 from rondo.models.media.refs import MediaRef
 from rondo.roles.rewards.function import UserFunction
+from rondo.roles.rewards.scores import too_large
 from rondo.roles.rewards.worker import ASKED_FOR
 from rondo.runtime.processes.pool import Outcome
 from rondo.runtime.values import Encoded, encode
@@ -144,6 +145,7 @@ class RewardPool:
         if judged := found[len(asked) :]:
             every = zip(map(_as_rule, results), *judged, strict=True)
             results = [functools.reduce(_summed, each) for each in every]
+        results = [bounded(each) for each in results]
         num_scored, num_timed_out = (
             sum(each.score is not None for each in results),
             sum(each.timed_out for each in results),
@@ -192,6 +194,13 @@ class RewardPool:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+def bounded(result: RewardResult, what: str = "the sum of reward.function and judges") -> RewardResult:
+    """The result, failed where its score is too large."""
+    if result.score is None or (problem := too_large(result.score, what)) is None:
+        return result
+    return replace(result, score=None, error=problem, brief=problem)
 
 
 def _as_rule(result: RewardResult) -> RewardResult:

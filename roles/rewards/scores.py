@@ -17,6 +17,8 @@ from typing import Any
 from rondo.runtime.errors import RondoError
 from rondo.runtime.values import Encoded, encode
 
+LARGEST = 1.7e38
+"""Size of a reward, at most: that of differences between two of them fits into float32."""
 _SHOWN_CHARACTERS = 80
 
 
@@ -78,7 +80,16 @@ def _finite(value: Any) -> float:
     number = _number(value)
     if not math.isfinite(number):
         raise RewardError(f"reward must return a finite number, got {number}. Return a number for such a response too")
+    if (problem := too_large(number)) is not None:
+        raise RewardError(problem)
     return number
+
+
+def too_large(reward: float, what: str = "reward") -> str | None:
+    """Return what is wrong with a reward beyond `LARGEST`, and with a sum of rewards that is no number."""
+    if abs(reward) <= LARGEST:
+        return None
+    return f"{what} must be a number of at most {LARGEST:g} in size, got {reward:g}. Scale it down"
 
 
 def _number(value: Any) -> float:

@@ -48,6 +48,7 @@ from typing import Any
 from rondo.roles.config import JobConfig
 from rondo.roles.data.datasets import Row, RowError
 from rondo.roles.rewards.function import UserFunction
+from rondo.roles.rewards.scores import too_large
 from rondo.roles.sampling import tools
 from rondo.roles.sampling.episode import Episode, Turn
 from rondo.roles.sampling.mcp_servers import McpServers
@@ -409,4 +410,6 @@ class _Raised(EnvironmentFailed):
 def _number(reward: Any) -> float:
     if not math.isfinite(value := float(reward)):
         raise EnvironmentFailed(f"a reward must be a finite number, got {value}")
+    if (problem := too_large(value, "a reward")) is not None:
+        raise EnvironmentFailed(problem)
     return value

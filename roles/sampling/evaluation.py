@@ -39,6 +39,7 @@ from rondo.roles.engines.engine import Completion, Engine, Request, SamplingPara
 from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.rewards.hub.named import ends_in_thought
 from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
+from rondo.roles.rewards.scores import too_large
 from rondo.roles.sampling.columns import finish_of, pieces_of
 from rondo.roles.sampling.episode import Limits, Made
 from rondo.roles.sampling.single_turn import single_turn
@@ -314,12 +315,16 @@ async def scored(
     new = [each for each in made if each.reward is None and not each.error]
     items = [_item_of(tokenizer, row, each, max_new_tokens, refs) for each in new]
     results = iter(await rewards.score(items) if items else ())
-    return [
-        RewardResult(each.reward, dict(each.details), each.error)
-        if each.error or each.reward is not None
-        else next(results)
-        for each in made
-    ]
+    return [_own(each) if each.error or each.reward is not None else next(results) for each in made]
+
+
+def _own(made: Made) -> RewardResult:
+    """What a sample with an error, or with a reward of its own, is worth."""
+    sizes = sum(abs(worth) for row in made.rows for _, worth in row.rewards)  # which are also summed by themselves
+    problem = too_large(max(sizes, abs(made.reward or 0.0)), "the sum of a sample's rewards")
+    if made.error or problem is None:
+        return RewardResult(made.reward, dict(made.details), made.error)
+    return RewardResult(None, dict(made.details), problem, brief=problem)
 
 
 def shown(tokenizer: Any, row: Row, made: Made, result: RewardResult) -> dict[str, Any]:

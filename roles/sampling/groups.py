@@ -40,7 +40,7 @@ from rondo.roles.engines.stops import Stops, whole_sample
 from rondo.roles.job import Job
 from rondo.roles.resumed import KeptSamples, put_kept
 from rondo.roles.rewards.function import UserFunction
-from rondo.roles.rewards.pool import RewardPool, RewardResult
+from rondo.roles.rewards.pool import RewardPool, RewardResult, bounded
 from rondo.roles.sampling.columns import NOTHING, columns_of, finish_of, in_parts, info_of, with_score, words_of
 from rondo.roles.sampling.episode import Made
 from rondo.roles.sampling.evaluation import limits_of, scored, shown, told_error
@@ -269,6 +269,7 @@ class PromptGroups:
         taken = config.reward.overlong(len(made.last.tokens), most)
         if taken and result.score is not None:
             result = replace(result, score=result.score - taken, details=result.details | {"overlong": -taken})
+            result = bounded(result, "a reward without reward.overlong_penalty")
         if config.algorithm.by_turn and result.score is not None:
             made = with_score(made, result.score)
         return Sample(made, result, verdict)

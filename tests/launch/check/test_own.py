@@ -140,7 +140,7 @@ def test_a_sequence_level_loss_is_that_of_its_paper(tmp_path: Path) -> None:
         (
             "reward.postprocess",
             "def own(rewards, samples): return rewards / rewards.std()",
-            "reward.postprocess must return one finite number for each of 3 rewards, got inf. Correct it",
+            "reward.postprocess must return one number of at most 1.7e+38 in size for each of 3 rewards, got inf. Correct it",
         ),
         ("rollout.keep", "def own(samples): ...", "rollout.keep must return True or False, got None"),
         (

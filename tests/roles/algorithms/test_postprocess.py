@@ -41,6 +41,10 @@ def endless(rewards, samples):
     return rewards
 
 
+def large(rewards, samples):
+    return [1.0, 4e38]
+
+
 def fails(rewards, samples):
     raise KeyError(len(samples))
 """
@@ -101,8 +105,9 @@ def test_groups_by_themselves_are_told_nothing_of_others(file: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "error"),
     [
-        ("few", r"return one finite number for each of 2 rewards, got shape \[1\]. Correct it"),
-        ("endless", "return one finite number for each of 2 rewards, got inf. Correct it"),
+        ("few", r"return one number of at most 1.7e\+38 in size for each of 2 rewards, got shape \[1\]. Correct it"),
+        ("endless", r"return one number of at most 1.7e\+38 in size for each of 2 rewards, got inf. Correct it"),
+        ("large", r"return one number of at most 1.7e\+38 in size for each of 2 rewards, got 4e\+38. Correct it"),
         ("fails", r"not fail, got KeyError: 2 \(.*post.py:.*\) of 2 rewards. Correct it"),
     ],
 )

@@ -41,3 +41,17 @@ def test_the_score_is_the_weighted_sum_unless_the_function_says_one() -> None:
 def test_a_component_that_is_missing_or_no_number_is_an_error_of_the_function(value: Any, error: str) -> None:
     with pytest.raises(RewardError, match=error.replace("(", r"\(")):
         scored(value, COMPONENTS)
+
+
+@pytest.mark.parametrize(
+    ("value", "components"),
+    [
+        (1e39, {}), (-1e300, {}), (10**40, {}), ({"score": 3.5e38}, {}), ({"right": 1e39, "short": 0}, COMPONENTS),
+        ({"right": 1e38, "short": 1.6e38}, COMPONENTS), ({"right": 1, "short": 0}, {"right": 1e39, "short": 1.0}),
+    ],
+)  # fmt: skip
+def test_a_reward_whose_differences_do_not_fit_into_float32_is_an_error_of_the_function(
+    value: Any, components: dict[str, float]
+) -> None:
+    with pytest.raises(RewardError, match=r"^reward must be a number of at most 1.7e\+38 in size, got -?[0-9.]+e\+"):
+        scored(value, components)

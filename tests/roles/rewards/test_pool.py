@@ -272,6 +272,28 @@ async def test_a_parameter_that_is_no_column_is_an_error_that_names_the_nearest(
     assert (result.brief or "").startswith("column 'made' must be of a type that travels")
 
 
+async def test_a_sum_with_a_judge_that_is_too_large_is_an_error_of_its_sample_alone(functions: str) -> None:
+    class Judge:
+        async def start(self) -> None: ...
+
+        async def close(self) -> None: ...
+
+        async def score(self, items: Any) -> list[RewardResult]:
+            return [RewardResult(float(item.label)) for item in items]
+
+    items = [RewardItem("score 1e38", label) for label in (1, 1e38, -1e300)]
+    async with RewardPool(
+        f"{functions}:scripted", deadline_s=300.0, load_deadline_s=120, judges=[(Judge(), 1e10)]
+    ) as pool:
+        results = await pool.score(items)
+        assert (pool.stats().num_scored, pool.stats().num_errors) == (1, 2)
+    assert scores(results) == [1e38, None, None]
+    assert results[1].error is not None
+    assert results[1].error.startswith(
+        "the sum of reward.function and judges must be a number of at most 1.7e+38 in size"
+    )
+
+
 async def test_an_empty_group_has_no_results(functions: str) -> None:
     async with pool_of(functions) as pool:
         assert await pool.score([]) == []

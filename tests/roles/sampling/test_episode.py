@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -270,6 +270,21 @@ async def test_a_sample_that_nobody_said_anything_of_is_scored_as_no_text_and_ha
 
     await scored(pool := Pool(), TOKENIZERS["plain"], ROW, [made], 8)  # type: ignore[arg-type]
     assert [(each.response, each.turns) for each in pool.items] == [("", [{"role": "assistant", "content": ""}])]
+
+
+async def test_rewards_of_turns_whose_sum_is_too_large_fail_their_sample_alone() -> None:
+    found = list[Made]()
+    for worths in ((1e38, 1e38), (1e38, -1e38), (1.0, 2.0)):
+        line = episode(Policy(TOKENIZERS["plain"], 1), TOKENIZERS["plain"])
+        await line.generate()
+        for worth in worths:
+            line.reward(worth)
+        found.append(line.made())
+    results = await scored(cast(Any, None), TOKENIZERS["plain"], ROW, found, 8)
+    assert [each.score for each in results] == [None, None, 3.0]
+    assert (results[0].error or "").startswith(
+        "the sum of a sample's rewards must be a number of at most 1.7e+38 in size"
+    )
 
 
 Play = Callable[[Episode], Awaitable[object]]

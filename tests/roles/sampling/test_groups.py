@@ -25,7 +25,7 @@ from rondo.roles.resumed import KeptSamples, copy_samples, write_samples
 from rondo.roles.rewards.function import UserFunction
 from rondo.roles.rewards.pool import RewardItem, RewardResult
 from rondo.roles.sampling.columns import columns_of
-from rondo.roles.sampling.episode import Made, SampleRow
+from rondo.roles.sampling.episode import Made, SampleRow, unsaid
 from rondo.roles.sampling.filters import Ended, equal_rewards
 from rondo.roles.sampling.groups import Lease, PromptGroups
 from tests.comm.served import served
@@ -295,6 +295,12 @@ async def test_a_group_whose_samples_differ_in_what_their_length_takes_off_alone
         groups.job.config.reward.overlong = lambda *_: next(taken)  # type: ignore[method-assign]
         await groups.fill(Lease(**{**grants[0], "have": {}}))
         assert run.coordinator.index.counts["filtered"] == 1
+        groups.job.config.reward.overlong = lambda *_: 1e39  # type: ignore[method-assign]
+        too_much = groups._sample(Made(0, (unsaid(np.zeros(1, np.int32)),)), RewardResult(1.0), 4).result
+        assert (too_much.score, too_much.error) == (
+            None,
+            "a reward without reward.overlong_penalty must be a number of at most 1.7e+38 in size, got -1e+39. Scale it down",
+        )
 
 
 def test_the_penalty_of_overlong_responses_rises_evenly_up_to_the_limit() -> None:
