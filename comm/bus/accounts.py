@@ -15,13 +15,16 @@ admitted = trained + filtered + surplus + failed + quarantined + waiting + runni
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from rondo.comm.bus.curriculum import Rests
 from rondo.comm.bus.group import LIVE, SETTLED, Group
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.rounds import Stream, mini_batch_of
+
+_MOST_UNSCORED = 5
+"""Prompt groups that may fail before any sample of a run has had a reward: what has never worked will not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +67,18 @@ class Accounts:
         self.consecutive_filtered = 0
         self.consecutive_failed = 0  # failed and quarantined prompt groups since one was ready or filtered
         self.last_error = ""  # of the last of them, or why one was filtered
+        self.unscored: int | None = (
+            0  # prompt groups that failed for their own fault; None once any sample had a reward
+        )
         # Found again from the groups: what is asked for often, without a scan.
         self._alive: dict[int, int] = {}  # step -> its groups that are not settled
         self._waiting: dict[int, list[int]] = {}  # step -> its waiting groups, sorted: in admission order
         self._held: dict[str, set[int]] = {}  # member -> the groups that it has a lease on
+
+    def _saw(self, rewards: Iterable[float | None]) -> None:
+        """Rewards of samples that were put or settled."""
+        if self.unscored is not None and any(reward is not None for reward in rewards):
+            self.unscored = None
 
     # ---- moves ------------------------------------------------------------------------------------------------------
 
@@ -233,6 +244,11 @@ class Accounts:
                 f"filtered prompt groups in a row must be at most {self.rules.max_consecutive_filtered} "
                 f"(rollout.max_consecutive_filtered), got {self.consecutive_filtered}. The last one was filtered for: "
                 f"{self.last_error}"
+            )
+        if (self.unscored or 0) >= _MOST_UNSCORED:
+            return (
+                f"a sample must have a reward, got none ever, and {self.unscored} prompt groups have failed. The last one failed "
+                f"so: {self.last_error}"
             )
         if self.consecutive_failed > self.rules.max_consecutive_failed:
             return (

@@ -19,7 +19,7 @@ from typing import Any
 
 from rondo.comm.bus.accounts import Accounts, Rules
 from rondo.comm.bus.curriculum import Curriculum
-from rondo.comm.bus.group import LIVE, NO_VERSION, SETTLED, Group
+from rondo.comm.bus.group import LIVE, NO_VERSION, REWARD, SETTLED, Group
 from rondo.comm.bus.journal import Event
 from rondo.comm.bus.rounds import Round, Rounds
 from rondo.comm.bus.space import Space
@@ -214,6 +214,7 @@ class Index(Accounts):
                 self.media_bytes += event["bytes"]
             else:
                 self.row_bytes += event["bytes"]
+                self._saw(event["info"][REWARD])
         self.space.record(ring, pos, event["bytes"], len(touched), event["reservation"], event["entries"])
         for group in touched.values():
             group.records.append([ring, pos])
@@ -285,6 +286,9 @@ class Index(Accounts):
         group = self.groups.get(event["group"])
         if group is None or group.state not in ("waiting", "running") or group.epoch != event["epoch"]:
             return
+        self._saw(event.get("rewards", ()))
+        if "rewards" in event and self.unscored is not None:
+            self.unscored += 1
         if event["outcome"] == "filtered":
             self.space.release(group.reservation())
             self.consecutive_filtered += 1
@@ -385,6 +389,8 @@ class Index(Accounts):
             group.infra_failures > self.rules.max_infra_failures or group.data_failures > self.rules.max_data_failures
         )
         if beyond:
+            if blames == "data" and self.unscored is not None:
+                self.unscored += 1
             self._end(group, "quarantined")
         else:
             group.epoch += 1
@@ -479,6 +485,7 @@ class Index(Accounts):
         "consecutive_filtered",
         "consecutive_failed",
         "last_error",
+        "unscored",
         "members",
         "evaluations",
         "evaluation_parts",

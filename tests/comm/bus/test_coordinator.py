@@ -505,20 +505,48 @@ async def test_prompt_groups_that_keep_failing_are_told_of_and_end_the_run_with_
                 await rollout.call("abandon", grant["group"], grant["epoch"])
                 run.coordinator.tick()
 
-        await fail(7)
-        assert run.coordinator.status()["failing"] == ""
         grant = (await rollout.call("lease", 1, []))["grants"][0]
         put_group(rollout, grant, [0, 1])  # one that comes through
-        await fail(8)
-        told = "8 prompt groups in a row have failed: ZeroDivisionError in the reward of group 15"
+        await fail(7)
+        assert run.coordinator.status()["failing"] == ""
+        await fail(1)
+        told = "8 prompt groups in a row have failed: ZeroDivisionError in the reward of group 8"
         assert run.coordinator.status()["failing"] == told
         await fail(10)
         assert [data["groups"] for kind, data in reports if kind == "failing"] == [8, 16]
         ((_, fatal),) = [report for report in reports if report[0] == "fatal"]
         assert fatal["cause"] == (
             "failed prompt groups in a row must be at most 17 (rollout.max_consecutive_failed), got 18. "
-            "The last one failed so: ZeroDivisionError in the reward of group 25"
+            "The last one failed so: ZeroDivisionError in the reward of group 18"
         )
+
+
+@pytest.mark.parametrize("outcome", ["failed", "error"])
+@pytest.mark.parametrize("has_scored", [False, True])
+async def test_a_handful_of_failed_groups_ends_a_run_in_which_no_sample_ever_had_a_reward(
+    outcome: str, has_scored: bool
+) -> None:
+    async with served(max_staleness=0, max_data_failures=0) as run:
+        rollout, *_ = await everyone(run)
+        reports: list[tuple[str, dict]] = []
+        run.coordinator._report = lambda kind, data: reports.append((kind, data))
+        for number in range(20 if has_scored else 5):
+            assert "fatal" not in [kind for kind, _ in reports]
+            grant = (await rollout.call("lease", 1, []))["grants"][0]
+            told: list[Any] = [outcome, "got exit code 1. Its last words: No module named 'x'"]
+            if outcome == "failed":
+                told.append([None, 1.0 if has_scored and number == 3 else None])
+            elif has_scored and number == 3:
+                put_group(rollout, grant, [0])
+            await rollout.call("settle", grant["group"], grant["epoch"], *told)
+            await rollout.call("abandon", grant["group"], grant["epoch"])
+            run.coordinator.tick()
+        causes = [data["cause"] for kind, data in reports if kind == "fatal"]
+    words = "got exit code 1. Its last words: No module named 'x'"
+    cause = (
+        f"a sample must have a reward, got none ever, and 5 prompt groups have failed. The last one failed so: {words}"
+    )
+    assert causes == ([] if has_scored else [cause])
 
 
 async def plans_and_questions(run: Served, act: Callable[[], None], barrier: Callable[[], Any]) -> tuple[int, int]:
