@@ -209,7 +209,12 @@ class Sessions:
     @contextmanager
     def admitted(self, asked: Call) -> Iterator[None]:
         session, claim = self._opened(asked.session), object()
-        session.claims[claim] = self._claimed(session, asked)
+        spent = session.spent
+        try:
+            session.claims[claim] = self._claimed(session, asked)
+        except TurnedDown:
+            session.spent = spent or not asked.is_repeated  # which is answered as it was
+            raise
         try:
             yield
         finally:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, aclosing
+from hashlib import blake2b
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
@@ -21,27 +22,34 @@ from aiohttp import web
 
 from rondo.roles.engines.engine import SamplingParams
 from rondo.roles.engines.stops import token_stops
-from rondo.roles.serve.conversation import said_in
-from rondo.roles.serve.pieces import pieces_of
+from rondo.roles.serve.conversation import meanings_of
+from rondo.roles.serve.prompt_work import json_of
 from rondo.roles.serve.requests import Answer, Ask, one_seed
 from rondo.roles.serve.sampling import Sampling, require_tops, token_ids
 from rondo.roles.serve.service import SESSION, Service, stream_events
 from rondo.roles.serve.spans import Span
 from rondo.roles.serve.text import text_of
 from rondo.roles.serve.trajectory import Prompt
+from rondo.runtime.admin.guard import TurnedDown
 from rondo.runtime.admin.server import json_answer
 from rondo.runtime.errors import ConfigError
 
 REUSED = "X-Rondo-Reused-Tokens"
 PARTED = "X-Rondo-Parted"
+_RETRIES = "X-Stainless-Retry-Count"
+"""How often OpenAI's clients have sent a request before."""
 
 
 class Asked(ABC):
     """One request as it was read: its samples, and the prompt behind each `rid`. A dialect's own writes them; `index` is a
     sample's place among `asks`."""
 
-    messages: Sequence[Mapping[str, Any]] | None = None
-    """Of a chat."""
+    messages: Sequence[tuple[Mapping[str, Any], bytes]] = ()
+    """Of a chat, each with its meaning."""
+    beside = b""
+    """What its template is given beside them."""
+    is_repeated = False
+    """Whether its session was answered the same request before."""
 
     def __init__(self, service: Service, session: str | None, *, stream: bool) -> None:
         self.service = service
@@ -138,23 +146,16 @@ class Asked(ABC):
             return
         text = text_of(self.service.tokenizer, answer.sampled.tokens, after=int(ask.prompt[-1]))
         message = self.reply(answer)
-        said = b"" if message is None else said_in(message)
         self.service.trajectories.record(
-            self.session, self.prompts[ask.rid], ask, answer, text, messages=self.messages, reply=message, said=said,
-            untold=None if message is None else self._untold(ask, answer, message),
+            self.session, self.prompts[ask.rid], ask, answer, text, beside=self.beside, messages=self.messages, reply=message,
+            meanings=() if message is None else meanings_of(message),
         )  # fmt: skip
 
-    def _untold(self, ask: Ask, answer: Answer, message: Mapping[str, Any]) -> dict[str, str]:
-        """What of the reply its caller may not give back: its reasoning, and its content where that says more than was told."""
-        tokens, tokenizer = answer.sampled.tokens, self.service.tokenizer
-        matched = None if answer.finish is None else answer.finish.matched
-        if isinstance(matched, int) and matched in pieces_of(tokenizer).special:
-            tokens = tokens[:-1]  # the template writes the end of a turn
-        whole = message
-        if not isinstance(matched, str) or ask.keep_stop:
-            whole = self.reply(replace(answer, text=text_of(tokenizer, tokens))) or message
-        names = ["reasoning_content"] + ["content"] * (whole.get("content") != message["content"])
-        return {name: whole[name] for name in names if whole.get(name)}
+    def keep(self, digest: bytes, answers: Sequence[Answer]) -> None:
+        """All of them, by the digest of their request, where it is of a session and nobody ended it."""
+        ends = [answer.finish.kind for answer in answers if answer.finish is not None]
+        if self.session is not None and "abort" not in ends:
+            self.service.trajectories.answered(self.session, digest, answers)
 
     def headers(self) -> dict[str, str]:
         """What of a session's prompts was recorded, and why not all."""
@@ -173,29 +174,51 @@ Read = Callable[[Service, str | None, Any], Awaitable[Asked]]
 
 
 async def answered(service: Service, request: web.Request, read: Read) -> web.StreamResponse:
-    session = service.session_of(request)
-    with service.trajectories.calling(session):
+    """Answer a request. One that its session was answered before is answered the same if its client says that it tries again, or
+    if there is no room for another answer."""
+    session, kept = service.session_of(request), service.trajectories
+    with kept.calling(session), ExitStack() as admitted:
         async with service.body(request) as body:
             asked = await read(service, session, body)
+            digest = b"" if session is None else blake2b(json_of([request.path, body])).digest()
             del body
         require_tops(asked.asks)
-        with nullcontext() if service.samples is None else service.samples.admitted(asked):
-            if asked.stream:
-                return await stream_events(request, _events(asked), asked.headers())
-            answers = await service.requests.answers(asked.asks)
+        past = None if session is None else kept.answers(session, digest)
+        asked.is_repeated = past is not None
+        if past is None or request.headers.get(_RETRIES, "0") == "0":
+            try:
+                if service.samples is not None:
+                    admitted.enter_context(service.samples.admitted(asked))
+                past = None
+            except TurnedDown as refused:
+                if past is None or refused.status != HTTPStatus.BAD_REQUEST:
+                    raise
+        if asked.stream:
+            return await stream_events(request, _events(asked, digest, past), asked.headers())
+        answers = past or await service.requests.answers(asked.asks)
+        if past is None:
             for ask, answer in zip(asked.asks, answers, strict=True):
                 asked.record(ask, answer)
-            return json_answer(await asked.whole(answers), headers=asked.headers())
+            asked.keep(digest, answers)
+        return json_answer(await asked.whole(answers), headers=asked.headers())
 
 
-async def _events(asked: Asked) -> AsyncGenerator[Any, None]:
-    answers: list[Answer] = []
-    async with aclosing(asked.service.requests.parts(asked.asks)) as parts:
+async def _events(asked: Asked, digest: bytes, past: Sequence[Answer] | None) -> AsyncGenerator[Any, None]:
+    answers = dict[int, Answer]()
+    async with aclosing(asked.service.requests.parts(asked.asks) if past is None else _again(past)) as parts:
         async for index, answer in parts:
             if answer.finish is not None:
-                answers.append(answer)
-                asked.record(asked.asks[index], answer)
+                answers[index] = answer
+                if past is None:
+                    asked.record(asked.asks[index], answer)
             for event in await asked.part(index, answer):
                 yield event
-    for event in asked.end(answers):
+    if past is None:
+        asked.keep(digest, [answers[index] for index in sorted(answers)])
+    for event in asked.end([*answers.values()]):
         yield event
+
+
+async def _again(past: Sequence[Answer]) -> AsyncGenerator[tuple[int, Answer], None]:
+    for each in enumerate(past):
+        yield each

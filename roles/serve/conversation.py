@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import re
+import secrets
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -21,13 +22,13 @@ import orjson
 
 from rondo.roles.serve.fields import refuse_unknown, shown
 from rondo.roles.serve.limits import MAX_MESSAGES, MAX_PARTS, MAX_TOOLS
-from rondo.roles.serve.trajectory import Trajectories
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.values import read_json, write_json
 
 Message = dict[str, Any]
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content", "reasoning", "thinking")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_KNOWN = ("role", "content", "tool_calls", "tool_call_id", "name", *_REASONING)
 _IGNORED = ("refusal", "annotations", "audio", "function_call")
 """What OpenAI's answers have, and come back in a next request."""
 _GIVEN = {"add_generation_prompt", "continue_final_message", "documents"}
@@ -73,28 +74,33 @@ def arguments_of(found: Any, tokenizer: Any) -> dict[str, Any]:
     return found
 
 
-def as_sampled(kept: Trajectories, session: str | None, messages: list[Message]) -> list[Message]:
-    """The same conversation, with what clients leave out of the replies that this session recorded, reasoning, and what they were
-    not told of them: special tokens, and what the last token has behind a stop string."""
-    if session is None:
-        return messages
-    found = list(messages)
-    for depth, message in enumerate(messages):
-        if message["role"] == "assistant":
-            whole = kept.untold(session, depth, said_in(message))
-            found[depth] = message | {
-                name: text for name, text in whole.items() if name == "content" or name not in message
-            }
-    return found
-
-
-def said_in(message: Mapping[str, Any]) -> bytes:
-    """What a reply says beside its reasoning, however it is written down; nothing where that has no text."""
-    calls = [_tool_call(call, "")["function"] for call in message.get("tool_calls", ())]
+def meaning_of(message: Mapping[str, Any]) -> bytes:
+    """Return what a message means, however it is written down: the same for JSON of a call in another form, for white space
+    around what an assistant says, and for reasoning under another name."""
+    said = {name: value for name, value in message.items() if value is not None and name not in _IGNORED}
     try:
-        return write_json([message.get("content") or "", calls], orjson.OPT_SORT_KEYS)
-    except TypeError:
-        return b""
+        if said["role"] == "assistant":
+            functions = [_tool_call(call, "")["function"] for call in said.pop("tool_calls", ())]
+            thoughts = [str(said.pop(name)).strip() for name in _REASONING if name in said]
+            said["calls"] = [[each["name"], _plain(each["arguments"])] for each in functions]
+            said |= {"content": (said.get("content") or "").strip(), "thoughts": "".join(thoughts)}
+        return write_json(said, orjson.OPT_SORT_KEYS)
+    except (TypeError, RecursionError):  # what has no JSON is like nothing else
+        return secrets.token_bytes(16)
+
+
+def meanings_of(reply: Mapping[str, Any]) -> set[bytes]:
+    """Return what a reply means to those who give it back, with its reasoning or without."""
+    return {meaning_of(reply), meaning_of({name: value for name, value in reply.items() if name not in _REASONING})}
+
+
+def _plain(value: Any) -> Any:
+    """JSON in which whole numbers are integers: other languages have no others."""
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _message(message: Any, where: str, named: frozenset[str]) -> Message:

@@ -28,10 +28,11 @@ from pydantic import Field, PlainValidator, model_validator
 
 from rondo.roles.serve.answering import Asked
 from rondo.roles.serve.calls import CallReader, call_reader
-from rondo.roles.serve.conversation import arguments_of, as_sampled, messages_of, tools_of
+from rondo.roles.serve.conversation import arguments_of, meaning_of, messages_of, tools_of
 from rondo.roles.serve.fields import Count, Fields, Name, require_off, shown
 from rondo.roles.serve.output import OutputReader, Part
 from rondo.roles.serve.pieces import REPLACEMENT, Pieces, pieces_of
+from rondo.roles.serve.prompt_work import json_of
 from rondo.roles.serve.requests import Answer
 from rondo.roles.serve.sampling import Sampling, require_samples
 from rondo.roles.serve.service import Service, in_slices
@@ -103,16 +104,37 @@ async def chat(service: Service, session: str | None, given: Any) -> Asked:
     num_top = body.top_logprobs
     if num_top and (not body.logprobs or num_top > _MAX_TOP):
         raise ConfigError(f"top_logprobs must be 0 to {_MAX_TOP}, and come with logprobs, got {num_top}. Correct it")
-    messages = as_sampled(service.trajectories, session, messages)
     told = {"messages": messages, "tools": tools, "own": dict(service.template_args), "given": arguments}
-    text = await service.work.render(told, most=service.max_chars)
     asked = _OpenAI(service, session, body, "chatcmpl", num_top if body.logprobs else None)
-    asked.messages = messages
+    if session is not None:
+        asked.messages = [(message, meaning_of(message)) for message in messages]
+        asked.beside = json_of([told["tools"], told["own"], told["given"]])
+    text = await _as_sampled(asked, told) or await service.work.render(told, most=service.max_chars)
     asked.reasoning = text.rstrip().endswith("<think>")
     asked.calls = None if tools is None else call_reader(tokenizer.chat_template, tools)
     prompt, most = await asked.prompt(text, chat=True), body.max_completion_tokens or body.max_new_tokens
     asked.ask(body, prompt, asked.id, most=most, num_top=num_top, priority=body.priority)
     return asked
+
+
+async def _as_sampled(asked: Asked, told: dict[str, Any]) -> str | None:
+    """Return the text of a conversation that goes on from a recorded reply: the text that was recorded, and what the template
+    writes behind it. None where no message is such a reply, and where the template rewrites what stands in front of it."""
+    service, session = asked.service, asked.session
+    if session is None:
+        return None
+    replies = service.trajectories.replies(session, asked.beside, [meaning for _, meaning in asked.messages])
+    if not replies:
+        return None
+    last, said = max(replies), list(told["messages"])
+    for at, span in replies.items():
+        said[at] = {"role": "assistant", "content": span.text}
+    behind = await service.work.behind(told | {"messages": said}, last + 1)
+    if behind is None:
+        return None
+    known, pieces = replies[last], pieces_of(service.tokenizer)
+    ended = int(known.tokens[-1]) in pieces.special  # the policy has ended its turn itself
+    return known.text_to_here() + behind.removeprefix(pieces.alone(int(known.tokens[-1])) if ended else "")
 
 
 async def completions(service: Service, session: str | None, given: Any) -> Asked:

@@ -53,6 +53,12 @@ class PromptWork:
         text: str = await self._do({"render": dict(asked), "most": most})
         return text
 
+    async def behind(self, asked: Mapping[str, Any], depth: int) -> str | None:
+        """What the template writes behind the first `depth` messages, of which the last is a reply, where `asked` is as of
+        `render`. None where it rewrites what stands in front of that, or leaves out what comes next."""
+        text: str | None = await self._do({"behind": dict(asked), "depth": depth})
+        return text
+
     async def encode(
         self, text: str, *, special: bool, after: int | None = None, marked: bool = False
     ) -> np.ndarray | None:
@@ -64,10 +70,10 @@ class PromptWork:
         return found
 
     async def _do(self, asked: dict[str, Any]) -> Any:
-        told = _json(asked | {"cpu_s": QUICK_CPU_S})
+        told = json_of(asked | {"cpu_s": QUICK_CPU_S})
         outcome = await self._run("quick", told) if len(told) <= QUICK_BYTES else None
         if outcome is None or outcome.kind == "OverTime" or outcome.timed_out:
-            outcome = await self._run("long", _json(asked | {"cpu_s": LONG_CPU_S}))
+            outcome = await self._run("long", json_of(asked | {"cpu_s": LONG_CPU_S}))
         if outcome.error is None:
             return outcome.value
         if outcome.kind == "ConfigError":
@@ -103,7 +109,8 @@ async def prompt_work(path: str, *, num_workers: int = 1) -> AsyncIterator[Promp
         yield PromptWork(run)
 
 
-def _json(asked: Mapping[str, Any]) -> bytes:
+def json_of(asked: Any) -> bytes:
+    """What a prompt is made of as JSON. ConfigError for what has none."""
     try:
         return write_json(asked)
     except TypeError as error:

@@ -30,6 +30,8 @@ import numpy as np
 
 from rondo.models.chat_template import left_out
 from rondo.models.control_tokens import encoded, spelt, without_marks
+from rondo.roles.data.chat import Chat
+from rondo.roles.data.datasets import RowError
 from rondo.roles.serve.pieces import REPLACEMENT
 from rondo.roles.serve.text import text_of
 from rondo.runtime.errors import ConfigError
@@ -62,13 +64,15 @@ def open_function(path: str) -> Callable[[bytes], Any]:
 
 
 def do(tokenizer: Any, asked: Mapping[str, Any]) -> Any:
-    """The text of "render", of at most so many characters, or the tokens of "encode" as int32 [T], which "marked" says was
-    rendered; None for text that cannot go on behind the token "after"."""
+    """The text of "render", of at most so many characters; of "behind", None where nothing goes on there; or the tokens of
+    "encode" as int32 [T], which "marked" says was rendered, None for text that cannot go on behind the token "after"."""
     if "render" in asked:
         text = _render(tokenizer, **asked["render"])
         if len(text) > asked["most"]:
             raise ConfigError(f"a prompt must have at most {asked['most']} characters, got {len(text)}. Shorten it")
         return text
+    if "behind" in asked:
+        return _behind(tokenizer, asked["depth"], **asked["behind"])
     return _encode(tokenizer, asked["encode"], asked["special"], asked["after"], asked["marked"])
 
 
@@ -115,6 +119,16 @@ def _render(tokenizer: Any, messages: list[Any], tools: Any = None, own: Any = _
             "message of another role"
         )
     return text
+
+
+def _behind(
+    tokenizer: Any, depth: int, messages: list[Any], tools: Any = None, own: Any = _NONE, given: Any = _NONE
+) -> str | None:
+    args = {"add_generation_prompt": True, **own, **spelt(tokenizer, given), "tools": spelt(tokenizer, tools)}
+    try:
+        return Chat(tokenizer, "messages", (), args).behind(messages[:depth], messages[depth:])
+    except RowError:
+        return None
 
 
 def _encode(tokenizer: Any, text: str, special: bool, after: int | None, marked: bool) -> np.ndarray | None:

@@ -62,6 +62,7 @@ class Call(Protocol):
     asks: list[Ask]
     prompts: dict[str, Prompt]
     sampling: Sampling | None
+    is_repeated: bool
 
 
 class Samples(Protocol):

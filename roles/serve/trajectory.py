@@ -20,7 +20,7 @@ import operator
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,13 +56,14 @@ class Prompt:
         return self.known.num_tokens
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Said:
-    """A message of a conversation, as JSON, behind others; calls of one session share what they have in common."""
+    """A message of a conversation, as JSON, behind others; calls of one session share what they have in common. `sampled`: what
+    the policy wrote, where the message is a reply of it."""
 
     before: _Said | None
     message: bytes
-    depth: int
+    sampled: Span | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +117,10 @@ class _Session:
     root: Span = field(default_factory=Span.root)
     calls: list[Call] = field(default_factory=list)
     chains: Chains = field(default_factory=Chains)
-    said: dict[tuple[_Said | None, bytes], _Said] = field(default_factory=dict)
-    untold: dict[tuple[int, bytes], Mapping[str, str]] = field(default_factory=dict)
+    said: dict[tuple[_Said | bytes, bytes], _Said] = field(default_factory=dict)
+    """(what a message follows, its meaning) -> the message. The first one follows what the template is given beside messages."""
+    answers: dict[bytes, Sequence[Answer]] = field(default_factory=dict)
+    """Digest of a request -> what it was answered."""
     num_bytes: int = 0
     num_calling: int = 0
 
@@ -238,9 +241,29 @@ class Trajectories:
             parted = f"the prompt's tokens leave what was recorded behind {size} of them"
         return Prompt(tokens, text, known, parted)
 
-    def untold(self, name: str, depth: int, said: bytes) -> Mapping[str, str]:
-        """The fields of the reply behind `depth` messages that hold more than `said`, as they were sampled."""
-        return self._within(name).untold.get((depth, said), {})
+    def replies(self, name: str, beside: bytes, meanings: Sequence[bytes]) -> dict[int, Span]:
+        """Return which messages of a conversation are replies that this session recorded behind those before them, with what was
+        sampled of each. `meanings` are the messages', `beside` is what the template is given beside them."""
+        session, at, found = self._within(name), beside, dict[int, Span]()
+        for number, meaning in enumerate(meanings):
+            if (said := session.said.get((at, meaning))) is None:
+                break
+            if said.sampled is not None:
+                found[number] = said.sampled
+            at = said
+        return found
+
+    def answers(self, name: str, request: bytes) -> Sequence[Answer] | None:
+        """Return what the request with this digest was answered; None for a new one."""
+        return self._within(name).answers.get(request)
+
+    def answered(self, name: str, request: bytes, answers: Sequence[Answer]) -> None:
+        """Keep what a request was answered, in case that does not arrive."""
+        session = self._within(name)
+        size = _CALL_BYTES + sum(sys.getsizeof(answer.text) for answer in answers)
+        session.answers[request] = answers
+        session.num_bytes += size
+        self._num_bytes += size
 
     # ---- the record ---------------------------------------------------------------------------------------------------------
 
@@ -252,13 +275,14 @@ class Trajectories:
         answer: Answer,
         text: str,
         *,
-        messages: Sequence[Mapping[str, Any]] | None = None,
+        beside: bytes = b"",
+        messages: Sequence[tuple[Mapping[str, Any], bytes]] = (),
         reply: Mapping[str, Any] | None = None,
-        said: bytes = b"",
-        untold: Mapping[str, str] | None = None,
+        meanings: Collection[bytes] = (),
     ) -> None:
-        """One sample of a call that is let in. `text` is its tokens' behind the prompt, with nothing left out; `said` is what
-        the reply is known by where its reasoning is left out; `untold` are its fields that hold more."""
+        """One sample of a call that is let in. `text` is its tokens' behind the prompt, with nothing left out; `beside` is what
+        the template is given beside the messages, which come with their meanings; `meanings` are those by which the reply is
+        known when it comes back."""
         session = self._within(name)
         assert answer.finish is not None
         before = session.num_bytes
@@ -266,12 +290,15 @@ class Trajectories:
         if leaf is not prompt.known and len(leaf.following) == 0:
             session.num_bytes += leaf.num_bytes
         sampled = leaf.sample(answer.sampled, text)
-        conversation = self._say(session, messages or ())
+        conversation = self._say(session, beside, messages)
         told = None if reply is None else write_json(reply)
         session.num_bytes += sampled.num_bytes + _CALL_BYTES + len(told or b"")
-        if untold and conversation is not None:
-            session.untold[conversation.depth, said] = untold
-            session.num_bytes += len(said) + _CALL_BYTES + sum(map(sys.getsizeof, untold.values()))
+        if told is not None:
+            after: _Said | bytes = beside if conversation is None else conversation
+            own = _Said(conversation, told)
+            for meaning in meanings:
+                session.said.setdefault((after, meaning), own).sampled = sampled
+                session.num_bytes += len(meaning) + _CALL_BYTES // 4
         call = Call(
             ask.rid, ask.index, sampled, prompt.reused_tokens, prompt.parted, answer.finish.kind, time.time(), conversation,
             told,
@@ -280,13 +307,15 @@ class Trajectories:
         session.chains.add(call.name, sampled)
         self._num_bytes += session.num_bytes - before
 
-    def _say(self, session: _Session, messages: Sequence[Mapping[str, Any]]) -> _Said | None:
+    def _say(
+        self, session: _Session, beside: bytes, messages: Sequence[tuple[Mapping[str, Any], bytes]]
+    ) -> _Said | None:
         at: _Said | None = None
-        for message in messages:
-            key = at, write_json(message)
+        for message, meaning in messages:
+            key = beside if at is None else at, meaning
             if key not in session.said:
-                session.said[key] = _Said(*key, 1 if at is None else at.depth + 1)
-                session.num_bytes += len(key[1]) + _CALL_BYTES // 4
+                session.said[key] = _Said(at, write_json(message))
+                session.num_bytes += len(meaning) + len(session.said[key].message) + _CALL_BYTES // 4
             at = session.said[key]
         return at
 

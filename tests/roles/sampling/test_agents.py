@@ -611,6 +611,22 @@ async def test_a_budget_that_is_spent_is_told_in_words_that_programs_know_and_on
         assert (len(row.completion.tokens), row.completion.finish_reason) == (48, "length")
 
 
+async def test_a_request_whose_answer_was_lost_is_answered_the_same_where_there_is_no_room_for_another(
+    tmp_path: Path,
+) -> None:
+    said = iter("abcdef")
+    async with opened(job(limits={"max_turns": 2}), tmp_path, lambda prompt: next(said)) as at:
+        with at.open() as session:
+            assert [await at.chat(session, user("x")) for _ in range(3)] == ["a"] * 3
+            assert await at.refused(session, user("y")) == (400, "max_rows")
+            assert await at.chat(session, user("x")) == "a"
+            talk = [user("x"), reply(" a\n"), user("on")]  # as much as spaces do not matter
+            assert [await at.chat(session, *talk) for _ in range(2)] == ["b"] * 2, "max_turns is 2"
+            [row] = at.sessions.ended(session)
+    assert [text for own, text in texts(row) if own] == ["a<|im_end|>", "b<|im_end|>"]
+    assert row.completion.finish_reason == "stop"
+
+
 async def test_calls_at_once_branch_and_those_in_flight_count(tmp_path: Path) -> None:
     async with opened(job(limits={"max_rows": 3}), tmp_path) as at:
         with at.open() as session:
@@ -634,11 +650,12 @@ async def test_of_any_tree_of_calls_each_sampled_token_is_in_one_row_that_fits(t
     async with opened(config, tmp_path, lambda prompt: "w" * (len(prompt) % 13)) as at:
         with at.open() as session:
             talks, num_told, refused = [list[dict[str, str]]()], 0, set[str]()
-            for _ in range(16):
+            for turn in range(16):
                 asking = []
-                for _ in range(draw.choice([1, 1, 2])):
+                for other in range(draw.choice([1, 1, 2])):
                     talk = draw.choice(talks)
-                    talk = [*talk[: 2 * draw.randint(0, len(talk) // 2)], user("q" * draw.randint(1, 9))]
+                    asked = f"{turn}.{other}" + "q" * draw.randint(1, 9)  # no request comes twice
+                    talk = [*talk[: 2 * draw.randint(0, len(talk) // 2)], user(asked)]
                     asking.append(
                         (
                             talk,

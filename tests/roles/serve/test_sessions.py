@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from contextlib import suppress
 from typing import Any
 
@@ -9,13 +11,13 @@ import numpy as np
 import openai
 import pytest
 
-from rondo.models.tiny.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN
+from rondo.models.tiny.tokenizer import CHAT_TEMPLATE, END_OF_TEXT, END_OF_TURN, build_tokenizer
 from rondo.roles.engines.engine import Completion, Prefix, Request, SamplingParams
 from rondo.roles.engines.sglang.client import ServerError
 from rondo.roles.serve.requests import Answer, Ask, Finish
 from rondo.roles.serve.trajectory import Prompt, Trajectories
 from rondo.runtime.admin.guard import TurnedDown
-from tests.roles.serve.serving import MODEL, Served, ids, serving, tokenizer
+from tests.roles.serve.serving import BEGIN, MODEL, Served, ids, serving, tokenizer
 from tests.roles.serve.test_openai import ADD, CALL
 
 SESSION = {"X-Rondo-Session": "task-7"}
@@ -133,6 +135,107 @@ async def test_reasoning_that_the_client_drops_and_calls_of_tools_come_back_as_t
     assert second["parted"] is None
     assert second["prompt_token_ids"][: second["reused_tokens"]] == first["prompt_token_ids"] + first["token_ids"]
     assert first["text"] == thought + "<|im_end|>" and len(told["rows"]) == 1
+
+
+CALLED = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": {"c": [2.0, "\u00fc"]}}}</tool_call>'
+WRITTEN = {
+    "compact": CALLED.replace('": ', '":').replace(", ", ","),
+    "keys in another order": '<tool_call>{"arguments": {"b": {"c": [2.0, "\u00fc"]}, "a": 1}, "name": "add"}</tool_call>',
+    "spaces": f"  {CALLED.replace('{', '{ ').replace('>{', '>  {')}  ",
+    "newlines": "\n\n" + CALLED.replace(", ", ",\n  ") + "\n",
+    "escapes": CALLED.replace("\u00fc", "\\u00fc").replace("add", "\\u0061dd"),
+    "behind words": f"I add.\n\n\n{CALLED}",
+    "two beside each other": CALLED + CALLED.replace('"a": 1', '"a": 7'),
+    "behind thoughts": f"<think>Hm.</think>{CALLED}",
+}
+
+
+@pytest.mark.parametrize("end", [END_OF_TURN, END_OF_TEXT])
+@pytest.mark.parametrize(
+    "form", [None, {"sort_keys": True, "separators": (",", ":")}, {"indent": 2, "ensure_ascii": False}]
+)
+@pytest.mark.parametrize("written", WRITTEN)
+async def test_a_session_knows_its_reply_however_the_policy_and_the_client_write_it(
+    written: str, form: dict[str, Any] | None, end: str
+) -> None:
+    text, last = WRITTEN[written], tokenizer().convert_tokens_to_ids(end)
+    async with serving(lambda prompt: "9" if "<|im_start|>tool" in prompt else [*ids(text), last]) as served:
+        messages: list[Any] = [{"role": "user", "content": "1+1?"}]
+        more: Any = {"tools": ADD, "extra_body": {"stop_token_ids": [last]}}
+        reply = (await say(served, messages, **more)).parse().choices[0].message
+        calls = [call.model_dump() for call in reply.tool_calls or ()]
+        assert calls
+        for call in calls if form is not None else ():
+            call["function"]["arguments"] = json.dumps(
+                json.loads(call["function"]["arguments"].replace("2.0", "2")), **form
+            )
+        back = {"role": "assistant", "content": reply.content, "tool_calls": calls}
+        result = [{"role": "tool", "tool_call_id": call["id"], "content": "2"} for call in calls]
+        await say(served, [*messages, back, *result], **more)
+        told = await served.get("/rondo/trajectories/task-7")
+    first, second = told["calls"]
+    assert second["parted"] is None
+    assert second["prompt_token_ids"][: second["reused_tokens"]] == first["prompt_token_ids"] + first["token_ids"]
+    assert second["prompt_text"] == tokenizer().decode(second["prompt_token_ids"])
+    assert second["prompt_text"].endswith("<|im_end|>\n" + "<|im_start|>tool\n2<|im_end|>\n" * len(calls) + BEGIN)
+    assert len(told["rows"]) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"content": "I subtract."},
+        {"tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]},
+        {"reasoning_content": "Something else."},
+    ],
+)
+async def test_a_client_that_changes_what_was_said_or_the_tools_begins_another_row(change: dict[str, Any]) -> None:
+    async with serving(lambda prompt: f"<think>I add.</think>Let me see.{CALL}") as served:
+        messages: list[Any] = [{"role": "user", "content": "1+1?"}]
+        reply = (await say(served, messages, tools=ADD)).parse().choices[0].message.model_dump(exclude_none=True)
+        turn = [*messages, reply | change, {"role": "tool", "tool_call_id": "1", "content": "2"}]
+        await say(served, turn, tools=ADD)
+        await say(served, [*messages, reply, turn[2]], tools=[*ADD, {"type": "function", "function": {"name": "b"}}])
+        await say(served, [*messages, reply, turn[2]], tools=ADD)
+        told = await served.get("/rondo/trajectories/task-7")
+    assert [len(row["calls"]) for row in told["rows"]] == [2, 1, 1]
+
+
+FORGETS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and '</think>' in m.content and "
+    "messages[-1].role == 'user' %}{{ m.content.split('</think>')[-1].lstrip() }}{% else %}{{ m.content }}{% endif %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+async def test_where_the_template_leaves_thoughts_out_once_a_user_speaks_again_that_begins_another_row() -> None:
+    own = build_tokenizer()
+    own.chat_template = FORGETS
+    async with serving(lambda prompt: "<think>Hm.</think>4", own=own) as served:
+        messages: list[Any] = [{"role": "user", "content": "2+2?"}]
+        reply = (await say(served, messages)).parse().choices[0].message.model_dump(exclude_none=True)
+        for role in ("tool", "user"):
+            await say(served, [*messages, reply, {"role": role, "tool_call_id": "1", "content": "Sure?"}])
+        told = await served.get("/rondo/trajectories/task-7")
+    assert [len(row["calls"]) for row in told["rows"]] == [2, 1]
+    assert told["calls"][2]["prompt_text"].startswith(
+        "<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n4<|im_end|>"
+    )
+
+
+async def test_a_request_that_a_client_tries_again_is_answered_the_same_whole_and_as_a_stream() -> None:
+    said = iter("abcdef")
+    async with serving(lambda prompt: next(said)) as served:
+        messages: list[Any] = [{"role": "user", "content": "x"}]
+        again = SESSION | {"X-Stainless-Retry-Count": "1"}
+        create = functools.partial(served.openai.chat.completions.create, model=MODEL, messages=messages)
+        answers = [await create(extra_headers=headers) for headers in (SESSION, again, SESSION, again)]
+        streams = [await create(extra_headers=headers, stream=True) for headers in (SESSION, again)]
+        texts = ["".join([part.choices[0].delta.content or "" async for part in each]) for each in streams]
+        told = await served.get("/rondo/trajectories/task-7")
+    contents = [answer.choices[0].message.content for answer in answers]
+    assert contents[0] == contents[1] != contents[2] == contents[3]
+    assert texts[0] == texts[1] and len(told["calls"]) == 3
 
 
 async def test_an_answer_that_was_cut_is_gone_on_from() -> None:
