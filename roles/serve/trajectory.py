@@ -244,7 +244,8 @@ class Trajectories:
     def replies(self, name: str, beside: bytes, meanings: Sequence[bytes]) -> dict[int, Span]:
         """Return which messages of a conversation are replies that this session recorded behind those before them, with what was
         sampled of each. `meanings` are the messages', `beside` is what the template is given beside them."""
-        session, at, found = self._within(name), beside, dict[int, Span]()
+        session, found = self._within(name), dict[int, Span]()
+        at: _Said | bytes = beside
         for number, meaning in enumerate(meanings):
             if (said := session.said.get((at, meaning))) is None:
                 break
