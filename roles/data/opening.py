@@ -32,6 +32,7 @@ from rondo.roles.data.sources import (
     Table,
     csv_file,
     json_file,
+    missing_column,
     table_files,
     unpacked,
 )
@@ -124,16 +125,20 @@ def _open_path(path: str, config: DataConfig) -> Source:
         )
     if (Path(path) / "state.json").is_file():
         return Table(_datasets(path).load_from_disk(path).with_format("arrow")[:], Path(path).name)
-    return _open_files(path)
+    named = {} if config.transform is not None else named_columns(config)
+    required = (config.prompt, config.label, config.rejected, config.margin)
+    return _open_files(path, {column: setting for column, setting in named.items() if column in required})
 
 
-def _open_files(path: str) -> Source:
+def _open_files(path: str, needed: Mapping[str, str]) -> Source:
+    """Open one file or several. needed: columns that each file of a table must have, with the settings that name them."""
     paths = _files(path)
     kinds = sorted({_kind(path) for path in paths})
     if len(kinds) > 1 or kinds[0] not in _KINDS:
+        found = " and ".join(kind or "a name without such an ending" for kind in kinds)
         raise Fatal(
-            f"data.path must name {', '.join(_KINDS[:-1])} or {_KINDS[-1]} files, one kind at a time, got {' and '.join(kinds)} "
-            f"in {path}. Name them with a glob such as 'data/*.jsonl', convert them, or read them with a function in data.rows"
+            f"data.path must name {', '.join(_KINDS[:-1])} or {_KINDS[-1]} files, one kind at a time, got {found} in {path}. "
+            "Name them with a glob such as 'data/*.jsonl', convert them, or read them with a function in data.rows"
         )
     files = [(unpacked(path) if path.suffix in PACKED else path, path.name) for path in paths]
     parts: list[Any]
@@ -143,6 +148,10 @@ def _open_files(path: str) -> Source:
         parts = [(json_file if kinds[0] == ".json" else csv_file)(path, name) for path, name in files]
     else:
         parts = table_files([path for path, _ in files])
+        for part, (_, name) in zip(parts, files, strict=True):
+            for column in needed:
+                if column not in part.own_columns:
+                    raise missing_column(name, column, part.own_columns, needed[column])
     return parts[0] if len(parts) == 1 else Joined(parts)
 
 

@@ -135,6 +135,7 @@ class Table(Source):
         self._num_rows, self._name = table.num_rows, name
         own = dict(zip(table.column_names, table.columns, strict=True))
         self._columns = {column: own.get(column) for column in columns or own}
+        self.own_columns = list(own)
 
     def __len__(self) -> int:
         return int(self._num_rows)
@@ -216,6 +217,8 @@ class Listed(Source):
         values = self._rows[index]
         if not isinstance(values, Mapping):
             raise RowError(f"{self.name_of(index)}: row must be a dict, got {type(values).__name__}. Correct it")
+        if None in values:  # of a table in CSV
+            raise RowError(f"{self.name_of(index)}: row must have a value for each column, got more. Correct it")
         return values
 
     def name_of(self, index: int) -> str:

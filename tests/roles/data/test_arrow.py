@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rondo.roles.config import DataConfig
-from rondo.roles.data.datasets import Dataset, open_dataset
+from rondo.roles.data.datasets import Dataset, RowError, open_dataset
 from rondo.runtime.errors import Fatal
 
 pa = pytest.importorskip("pyarrow")
@@ -119,8 +119,8 @@ def test_shards_whose_schemas_differ_give_the_rows_of_each(
     for at in range(2):
         columns = {name: both[at] for name, both in SHARDS.items()} | {"prompt": pa.array([str(at)])}
         pq.write_table(pa.table(columns | ({"later": pa.array(["z"])} if at else {})), tmp_path / f"{at}.parquet")
-    data = open_dataset(DataConfig(path=str(tmp_path), label="later"))
-    assert [data.row(at).label for at in range(2)] == [None, "z"]
+    data = open_dataset(DataConfig(path=str(tmp_path), label=None))
+    assert [data.row(at).columns["later"] for at in range(2)] == [None, "z"]
     for name, both in SHARDS.items():
         assert [data.row(at).columns[name] for at in range(2)] == [part[0].as_py() for part in both]
 
@@ -133,3 +133,13 @@ def test_a_column_in_later_shards_alone_is_none_in_the_rows_of_the_others(shards
         3,
         None,
     )
+
+
+def test_a_shard_without_a_column_that_every_row_must_have_is_refused_by_name(shards: Path) -> None:
+    pq.write_table(pa.table({"prompt": ["x"], "picture": [None]}), shards / "3.parquet")
+    with pytest.raises(
+        RowError, match=r"^3.parquet must have the column 'label' that data.label names, got 'prompt', 'picture'"
+    ):
+        open_dataset(DataConfig(path=str(shards)))
+    media = {"media_columns": {"image": "picture"}, "apply_chat_template": True}
+    assert open_dataset(DataConfig(path=str(shards), label=None, **media)).row(0).media == ()

@@ -56,9 +56,10 @@ def write_csv(path: Path) -> None:
 
 
 def write_zst(path: Path) -> None:
-    with pa.CompressedOutputStream(str(path), "zstd") as out:
-        out.write(lines()[:100])
-        out.write(lines()[100:])
+    """In two frames, as programs write that compress a part at a time."""
+    for part in (lines()[:100], lines()[100:]):
+        with path.open("ab") as file, pa.CompressedOutputStream(file, "zstd") as out:
+            out.write(part)
 
 
 def write_arrow(path: Path, new: Callable[..., Any]) -> None:
@@ -172,6 +173,12 @@ def test_what_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path, monkeypa
         with pytest.raises(Fatal, match=words):
             opened(tmp_path / name)
     assert len(opened(tmp_path / "both" / "train")) == 7
+    (tmp_path / "more.csv").write_text("prompt,label\na,b\nc,d,e\n")
+    with pytest.raises(RowError, match=r"more.csv row 1: row must have a value for each column, got more"):
+        opened(tmp_path / "more.csv").row(1)
+    (tmp_path / "train.gz").write_bytes(gzip.compress(lines()))
+    with pytest.raises(Fatal, match=r"one kind at a time, got a name without such an ending in .*train.gz"):
+        opened(tmp_path / "train.gz")
     (tmp_path / "a.jsonl.zst").write_bytes(b"")
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
     with pytest.raises(Fatal, match=r"must not end with \.zst without pyarrow, .* pip install 'rondo-rl\[data\]'"):
