@@ -131,7 +131,7 @@ config = RunConfig(
         ),  # all that score share one process's imports
     ),
     model=ModelConfig(build="rondo.models.tiny.qwen3_omni:build"),
-    data=DataConfig(rows=rows, apply_chat_template=True, shuffle=False, balance="natural", held_out=6),
+    data=DataConfig(rows=rows, apply_chat_template=True, shuffle=False, balance="natural", held_out=6, max_bad_rows=0.5),
     media=MediaConfig(video_min_tokens=4, max_group_bytes=1 << 20),
     evaluation=EvalConfig(num_prompts=6),
     reward=RewardConfig(function=wordy, max_failures=1, deadline_s=120),
@@ -142,7 +142,7 @@ config = RunConfig(
     ),
     train=TrainConfig(lr=1e-4, micro_batch_tokens=512, max_log_prob_gap=1e-4),
     sft=SftConfig(
-        data=DataConfig(rows=demonstrations, label="answer", apply_chat_template=True),
+        data=DataConfig(rows=demonstrations, label="answer", apply_chat_template=True, max_bad_rows=0.5),
         steps=3,
         batch_size=8,
         micro_batch_tokens=1024,

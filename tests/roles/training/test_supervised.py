@@ -128,7 +128,7 @@ class Numbers:
 def test_a_row_that_one_rank_alone_cannot_use_is_left_out_by_all() -> None:
     """Two ranks, each with a disk of its own, one of which lacks what rows 2 and 5 show."""
     config = SftConfig(rows="m:f", epochs=1, batch_size=4)
-    source = DataConfig(rows="m:f", shuffle=False)
+    source = DataConfig(rows="m:f", shuffle=False, max_bad_rows=0.3)
     meeting, said = threading.Barrier(2, timeout=60), dict[int, list[float]]()
 
     def rank(number: int) -> tuple[list[list[Any]], dict[str, Any]]:
