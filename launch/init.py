@@ -41,10 +41,12 @@ _COLUMNS = ("prompt", "label")
 _TINY_SIZES = {"prompts_per_step": 16, "samples_per_prompt": 8, "max_prompt_tokens": 8, "max_new_tokens": 6}
 _GPU_SIZES = {"prompts_per_step": 16, "samples_per_prompt": 8, "max_prompt_tokens": 1024, "max_new_tokens": 1024}
 _SIZES = {
-    "laptop": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 512, "max_new_tokens": 128},
+    "laptop": {
+        "prompts_per_step": 4, "samples_per_prompt": 4, "max_prompt_tokens": 512, "max_new_tokens": 128, "num_slots": 16,
+    },
     "gpu": _GPU_SIZES,
     "slurm": _GPU_SIZES | {"prompts_per_step": 64},
-}
+}  # fmt: skip
 """Machine -> sizes of a step: two cores sample and train 16 short answers of a model of 135M parameters in some ten seconds."""
 
 
@@ -149,7 +151,7 @@ def text(name: str, answers: _Answers) -> str:
         else f"function={reward}",
         algorithm=answers["algorithm"],
         rollout=_lines(fields),
-        lr="2e-4" if tiny else "1e-6",
+        lr="2e-4" if tiny else "1e-6, micro_batch_tokens=1024" if answers["machine"] == "laptop" else "1e-6",
         num_prompts=16 if answers["machine"] == "laptop" and not tiny else 64,
     )
 

@@ -131,7 +131,9 @@ config = RunConfig(
         ),  # all that score share one process's imports
     ),
     model=ModelConfig(build="rondo.models.tiny.qwen3_omni:build"),
-    data=DataConfig(rows=rows, apply_chat_template=True, shuffle=False, balance="natural", held_out=6, max_bad_rows=0.5),
+    data=DataConfig(
+        rows=rows, apply_chat_template=True, shuffle=False, balance="natural", held_out=6, max_bad_rows=0.5
+    ),
     media=MediaConfig(video_min_tokens=4, max_group_bytes=1 << 20),
     evaluation=EvalConfig(num_prompts=6),
     reward=RewardConfig(function=wordy, max_failures=1, deadline_s=120),
