@@ -22,9 +22,7 @@ def script(shell: str) -> int:
     try:
         from argcomplete import shellcode
     except ImportError as error:
-        raise ConfigError(
-            f"argcomplete must be installed to complete lines, got no such one. Run: {INSTALL}"
-        ) from error
+        raise ConfigError(f"the package argcomplete must be installed to complete lines. Run: {INSTALL}") from error
     print(shellcode(["rondo"], shell=shell))
     return 0
 

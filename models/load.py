@@ -27,15 +27,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import dot_natural_key
 from transformers.models.auto.auto_factory import _get_model_class
-from transformers.utils import (
-    SAFE_WEIGHTS_INDEX_NAME,
-    SAFE_WEIGHTS_NAME,
-    WEIGHTS_INDEX_NAME,
-    WEIGHTS_NAME,
-    cached_file,
-)
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from rondo.models import random_weights
 from rondo.models.chat_template import turn_ends
 from rondo.models.config import ModelConfig
 from rondo.models.families import FAMILIES, family_of
@@ -188,15 +181,7 @@ def check_weights(path: str, model: Any) -> None:
     Raises ConfigError that names all tensors that are missing, of another shape, or without a place in the model. Weights that
     are not on this machine yet, or are of another format, are not compared.
     """
-    headers = tensors_of(path)
-    if not headers:
-        local = Path(path)
-        others = (random_weights.FILE, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
-        if local.is_dir() and not any((local / name).is_file() for name in others):
-            raise ConfigError(
-                f"model.path must be a folder with weights, got {path!r} without {SAFE_WEIGHTS_NAME} and "
-                f"{SAFE_WEIGHTS_INDEX_NAME}. Download them, or name the folder that has them"
-            )
+    if not (headers := tensors_of(path)):
         return
     sources = {
         name: torch.empty(shape, dtype=torch.float32 if "F" in dtype else torch.int8, device="meta")

@@ -22,7 +22,7 @@ from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.section import FunctionRef
 
 VARIABLE = "RONDO_ALERT_URLS"
-_INSTALL = "alerts needs the package apprise, got no such one. Install it: pip install 'rondo-rl[alerts]'"
+_INSTALL = "alerts must have the package apprise, which is not installed. Install it: pip install 'rondo-rl[alerts]'"
 _MAX_BYTES = 64 << 10
 
 

@@ -66,6 +66,7 @@ _CHILD_S, _EARLY_S = 600.0, 30.0
 _LOADED = ("transformers.modeling_utils", "rondo.models.load", "rondo.launch.check.child")
 """What the child takes seconds to load; the run's processes use it too."""
 _LAST_PORT = 65535
+_WEIGHTS = ("model*.safetensors", "pytorch_model*.bin", "random_weights.json")
 
 
 def require(
@@ -130,6 +131,7 @@ def judge(
     return [
         *_settings(config, facts),
         *(cheap if cheap is not None else (*_rules(config), *_machine(config))),
+        *_weights(facts),
         *_devices(config, facts),
         *tell_hosts(config, facts),
         *_memory(config, facts, *memory),
@@ -376,6 +378,16 @@ def _model(config: RunConfig, facts: Facts) -> Iterator[Finding]:
                 f"rollout.max_prompt_tokens + {section}.max_new_tokens must be at most {of}, {most}, "
                 f"got {prompt} + {length} = {prompt + length}. Lower one of them"
             )
+
+
+def _weights(facts: Facts) -> Iterator[Finding]:
+    """A run needs weights, where a check for other machines needs the model's config alone."""
+    folder = Path(facts.model_path or "")
+    if facts.model_path and folder.is_dir() and not any(any(folder.glob(name)) for name in _WEIGHTS):
+        yield error(
+            f"model.path must be a folder with weights, got {facts.model_path} without {' and '.join(_WEIGHTS[:2])}. Download "
+            "them, or name the folder that has them"
+        )
 
 
 def _devices(config: RunConfig, facts: Facts) -> Iterator[Finding]:

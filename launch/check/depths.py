@@ -82,10 +82,10 @@ class Stack:
         return f"{self.first} and {self.first + self.period} of {of}"
 
     def named(self, direction: str, layer: int, depth: int) -> str | None:
-        """A layer by what it is at every depth: counted from the ends. Of those between, none holds more."""
+        """Name a layer by its number in the whole model; None for one between, which holds no more than its neighbours."""
         of = f" of {self.path}" if self.path else ""
         if depth - layer <= self.period:
-            return f"the {direction} of layer -{depth - layer}{of}"
+            return f"the {direction} of layer {self.num_layers + 1 - (depth - layer)}{of}"
         return f"the {direction} of layer {layer + 1}{of}" if layer < self.before + self.period else None
 
 

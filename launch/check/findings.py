@@ -72,7 +72,8 @@ class Report:
         except RondoError as error:
             self.add("error", str(error))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - any failure of user code is a finding
-            self.add("error", f"{what} must load without errors, got {in_one_line(error)}. Correct it")
+            advice = "Check the network" if isinstance(error, ConnectionError) else "Correct it"
+            self.add("error", f"{what} must load without errors, got {in_one_line(error)}. {advice}")
 
 
 def print_findings(findings: Sequence[Finding]) -> None:

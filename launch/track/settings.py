@@ -75,4 +75,4 @@ def missing(name: str) -> str | None:
             return None
     except ModuleNotFoundError:  # a package that it lies in
         pass
-    return f"trackers[{name}] needs the package {package}, got no such one. Install it: pip install 'rondo-rl[{name}]'"
+    return f"trackers[{name}] must have the package {package}, which is not installed. Install it: pip install 'rondo-rl[{name}]'"

@@ -187,7 +187,19 @@ def _open_hub(path: str) -> Source:
             f"data.path must look like 'hub:name/split' or 'hub:name@subset/split', got {path!r}. Add the split"
         )
     name, _, subset = name.partition("@")
-    rows = _datasets(path).load_dataset(name, subset or None, split=split)
+    library = _datasets(path)
+    try:
+        rows = library.load_dataset(name, subset or None, split=split)
+    except ConnectionError as error:
+        raise Fatal(
+            f"data.path must name a data set that is reached from here, got {path!r} ({error}). Check the network, or "
+            "download the data set and name its files"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise Fatal(
+            f"data.path must name a data set of the Hugging Face Hub as in 'hub:name/split' or 'hub:name@subset/split', got "
+            f"{path!r} ({' '.join(str(error).split())}). Correct it"
+        ) from error
     return Table(rows.with_format("arrow")[:], path)  # media as they are stored, not decoded
 
 
@@ -219,5 +231,6 @@ def _files(path: str) -> list[Path]:
         # Path.glob takes no absolute patterns.
         found = [Path(name) for name in glob(path, recursive=True) if Path(name).is_file()]  # noqa: PTH207
     if not found:
-        raise Fatal(f"data.path must name files that exist, got {path!r}. Check the path")
+        hub = f", or write 'hub:{path}/train' for a data set of the Hugging Face Hub" if path.count("/") == 1 else ""
+        raise Fatal(f"data.path must name files that exist, got {path!r}. Check the path{hub}")
     return sorted(found)

@@ -29,8 +29,7 @@ from typing import IO, Any, Protocol
 from rondo.roles.data.files import File, derived
 from rondo.roles.data.fingerprints import digest_of, sampled
 from rondo.roles.data.lines import Lines
-from rondo.runtime.errors import Fatal, RondoError
-from rondo.runtime.section import nearest
+from rondo.runtime.errors import Fatal, RondoError, closest
 from rondo.runtime.values import read_json
 
 _HELD_BYTES = 1 << 28
@@ -366,12 +365,27 @@ def _plain(value: Any) -> Any:
     return value
 
 
+_USUAL_COLUMNS: Mapping[str, tuple[str, ...]] = {
+    "data.prompt": ("prompt", "problem", "question", "instruction", "query", "input", "messages", "conversations"),
+    "data.label": ("answer", "label", "solution", "ground_truth", "target", "output", "response", "completion"),
+    "data.rejected": ("rejected",),
+}
+"""Setting -> names that its column often has, the most usual first."""
+
+
 def missing_column(row_name: str, column: str, available: Sequence[str], setting: str) -> RowError:
-    """The error for a row (or file) without a column that a setting names."""
+    """Return the error for a row (or file) without a column that a setting names. It suggests a column with a similar name, or
+    one that often holds the same, and none that holds something else."""
     null = " A row without media holds null there." if setting == "data.media_columns" else ""
+    alike = _USUAL_COLUMNS.get(setting, ())
+    others = {name for kind, names in _USUAL_COLUMNS.items() if kind != setting for name in names} - {*alike}
+    usual = next((name for name in alike if name in available), None)
+    near = closest(column, [name for name in available if name not in others])
+    near = usual or near if column in alike else near or usual
+    hint = f"Did you mean {near!r}?" if near is not None else f"Name the right one in {setting}."
     return RowError(
         f"{row_name} must have the column {column!r} that {setting} names, "
-        f"got {', '.join(map(repr, available)) or 'none'}. {nearest(column, list(available))}{null}"
+        f"got {', '.join(map(repr, available)) or 'none'}. {hint}{null}"
     )
 
 

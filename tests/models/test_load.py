@@ -228,7 +228,6 @@ def cut(folder: Path, *names: str) -> None:
             lambda folder: cut(folder, "model.layers.0.mlp.experts.1.up_proj.weight", "model.layers.0.mlp.gate.weight"),
             r"2 missing \(model.layers.0.mlp.experts.1.up_proj.weight, model.layers.0.mlp.gate.weight\)",
         ),
-        ("qwen3", True, lambda folder: (folder / "model.safetensors").unlink(), "without model.safetensors and model.saf"),
     ],
 )  # fmt: skip
 def test_weights_that_are_not_those_of_the_config_are_named_without_being_read(

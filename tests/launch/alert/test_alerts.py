@@ -289,7 +289,7 @@ def test_what_is_missing_and_rules_that_cannot_be_asked_are_refused_before_a_run
 ) -> None:
     config = override(load(write(tmp_path)), ["alerts={}"])
     monkeypatch.setattr(settings, "find_spec", lambda name: None)
-    line = "alerts needs the package apprise, got no such one. Install it: pip install 'rondo-rl[alerts]'"
+    line = "alerts must have the package apprise, which is not installed. Install it: pip install 'rondo-rl[alerts]'"
     assert line in [finding.text for finding in _host(config)]
     with pytest.raises(ValueError, match=r"alerts.rules must have names of their own, got 'stall' twice"):
         AlertsConfig(rules=("my.module:stall",))

@@ -204,6 +204,16 @@ def test_weights_that_are_not_the_models_are_told_before_any_is_read(make: Make,
     assert report.facts.num_tensors == len(weights) - 1  # the rest is looked at all the same
 
 
+def test_a_folder_without_weights_is_an_error_for_a_run_on_this_machine(make: Make, tmp_path: Path) -> None:
+    path = default_folder(tmp_path / "given")
+    assert judged(make(), replace(FACTS, model_path=path)) == []
+    (tmp_path / "given" / "model.safetensors").unlink()
+    assert judged(make(), replace(FACTS, model_path=path)) == [
+        f"model.path must be a folder with weights, got {path} without model*.safetensors and pytorch_model*.bin. Download them, "
+        "or name the folder that has them"
+    ]
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "sentence"),
     [

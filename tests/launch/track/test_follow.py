@@ -190,7 +190,9 @@ def test_a_package_that_is_missing_is_told_with_the_line_that_installs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("rondo.launch.track.settings.find_spec", lambda name: None)
-    line = "trackers[wandb] needs the package wandb, got no such one. Install it: pip install 'rondo-rl[wandb]'"
+    line = (
+        "trackers[wandb] must have the package wandb, which is not installed. Install it: pip install 'rondo-rl[wandb]'"
+    )
     assert (missing("wandb"), missing("tensorboard")) == (line, None)
     config = override(load(write(tmp_path)), ['trackers=["wandb", "tensorboard"]'])
     assert line in [finding.text for finding in _host(config)]

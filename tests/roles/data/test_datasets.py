@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import asdict
@@ -36,6 +37,8 @@ from rondo.roles.data.datasets import (
     train_order,
 )
 from rondo.roles.data.fingerprints import DataChanged, Fingerprints
+from rondo.roles.data.opening import open_source
+from rondo.roles.data.sources import missing_column
 from rondo.runtime.errors import ConfigError, Fatal
 
 ROWS = [{"question": f"{i} + {i}?", "answer": str(2 * i), "info": {"level": i % 3}} for i in range(40)]
@@ -154,6 +157,52 @@ def test_parquet_without_a_named_column_is_refused(tmp_path: Path) -> None:
     parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "a.parquet")
     with pytest.raises(RowError, match=r"a.parquet must have the column 'anser' that .*, got .*Did you mean 'answer'"):
         open_dataset(config(tmp_path / "a.parquet", label="anser"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "column", "available", "advice"),
+    [
+        ("data.prompt", "question", ["problem", "solution"], "Did you mean 'problem'?"),
+        ("data.prompt", "qestion", ["question", "answer"], "Did you mean 'question'?"),
+        ("data.label", "answer", ["problem", "solution"], "Did you mean 'solution'?"),
+        ("data.label", "label", ["question", "answer", "level"], "Did you mean 'answer'?"),
+        ("data.label", "label", ["question", "ground_truth"], "Did you mean 'ground_truth'?"),
+        ("data.metadata", "info", ["problem", "solution"], "Name the right one in data.metadata."),
+    ],
+)
+def test_a_missing_column_is_answered_with_one_that_holds_the_same(
+    setting: str, column: str, available: list[str], advice: str
+) -> None:
+    shown = ", ".join(map(repr, available))
+    assert str(missing_column("a.jsonl:1", column, available, setting)) == (
+        f"a.jsonl:1 must have the column {column!r} that {setting} names, got {shown}. {advice}"
+    )
+
+
+def test_a_data_set_of_the_hub_that_cannot_be_had_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    for error, told in (
+        (
+            ConnectionError("Couldn't reach 'a/b' on the Hub"),
+            "that is reached from here, got 'hub:a/b/train' (Couldn't reach",
+        ),
+        (
+            ValueError("Unknown split"),
+            "of the Hugging Face Hub as in 'hub:name/split' or 'hub:name@subset/split', got 'hub:a/b",
+        ),
+    ):
+
+        def fails(*_: object, error: Exception = error, **__: object) -> None:
+            raise error
+
+        monkeypatch.setattr(datasets, "load_dataset", fails)
+        with pytest.raises(ConfigError, match=re.escape(f"data.path must name a data set {told}")):
+            open_source(DataConfig(path="hub:a/b/train"))
+    with pytest.raises(
+        ConfigError, match=r"Check the path, or write 'hub:a/b/train' for a data set of the Hugging Face Hub"
+    ):
+        open_source(DataConfig(path="a/b"))
 
 
 def test_a_function_gives_rows(tmp_path: Path) -> None:
@@ -323,7 +372,7 @@ def test_rows_of_every_source_carry_the_media_that_columns_hold(tmp_path: Path) 
         open_dataset(config(path, **media)).row(1)
     assert str(raised.value) == (
         "a.jsonl:2 must have the column 'speech' that data.media_columns names, got 'question', 'picture'. "
-        "Known: picture, question. A row without media holds null there."
+        "Name the right one in data.media_columns. A row without media holds null there."
     )
 
 
