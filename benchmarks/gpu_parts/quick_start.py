@@ -29,4 +29,4 @@ def sets(num_devices: int) -> list[str]:
         group = {"name": "actor", "roles": ["rollout", "actor", "advantages", "reference"], "devices": 1}
         return ["max_staleness=0", f"role_groups={[group]}"]
     given = {0: (), 2: (0, 1), 3: (0, 1), 4: (0, 1, 3, 4)}[min(num_devices, 4)]
-    return [f"groups.{number}.devices=1" for number in given]
+    return [f"role_groups.{number}.devices=1" for number in given]

@@ -98,7 +98,7 @@ def test_the_quick_start_and_several_ranks_run(tmp_path: Path) -> None:
 
 def test_marked_tests_are_found_and_counted(tmp_path: Path) -> None:
     names = {path.name for path in tests.marked(ROOT / "tests")}
-    assert {"test_ipc.py", "test_groups_gpu.py", "test_links_gpu.py", "test_forwards.py"} <= names
+    assert {"test_ipc.py", "test_groups_gpu.py", "test_forwards.py"} <= names
     (tmp_path / "pytest.ini").write_text("[pytest]\n")  # the root that its names are told from
     (tmp_path / "conftest.py").write_text(
         "def pytest_configure(config):\n config.addinivalue_line('markers', 'cuda: x')\n"

@@ -219,7 +219,7 @@ def test_a_stopped_run_saves_exits_75_and_goes_on_from_there(tmp_path: Path, cap
         "--accept-changes",
         "--reset-optimizer",
         *("--set", "supervision.silence_s=120"),
-        *(part for i in (1, 2) for part in ("--set", f"groups.{i}.processes=2")),
+        *(part for i in (1, 2) for part in ("--set", f"role_groups.{i}.processes=2")),
     ]
     resumed = start([*command(tmp_path)[:3], "resume", run, *accepted], tmp_path)
     read_until(resumed, f"step={stopped.summary['steps'] + 4}/")

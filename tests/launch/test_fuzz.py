@@ -85,7 +85,7 @@ def refused_or_settings(make: Any) -> None:
 @example(["a=" + "[" * 3000])
 @example(["train.lr=" + "9" * 5000])
 @example(["role_groups.99999999999999999999.name=x"])
-@example(["groups.²=1"])
+@example(["role_groups.²=1"])
 @given(
     st.lists(
         st.builds(
