@@ -73,7 +73,7 @@ def test_what_fails_after_a_run_leaves_its_exit_code_and_its_summary(tmp_path: P
         assert stopped_run(tmp_path, gone.stdin.fileno(), "_plot", "Records") == 75
     summary = orjson.loads((tmp_path / "quickstart" / "summary.json").read_bytes())
     assert summary["exit_code"] == 75
-    assert summary["untold"] == {"rollout-0 samples": 2, "stdout": 3, "steps": 1}
+    assert summary["untold"] == {"rollout-0 samples": 2, "stdout": 1, "steps": 1}
 
 
 def test_a_run_without_room_for_its_summary_and_with_a_full_stdout_keeps_its_exit_code(tmp_path: Path) -> None:
