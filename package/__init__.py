@@ -4,6 +4,9 @@ import rondo
 
 trained = rondo.train("examples/quickstart.py", ["num_steps=20"])
 trained.path, trained.summary.reward_after
+
+A checkout has links to this file and to `__main__.py` at its top: where it is a folder named `rondo` and Python is started
+beside it, `import rondo` means that folder, whichever way rondo is installed.
 """
 
 from __future__ import annotations

@@ -22,6 +22,22 @@ def alone(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
 
 
+def test_a_checkout_that_is_called_rondo_does_not_shadow_the_package(tmp_path: Path) -> None:
+    (tmp_path / "rondo").symlink_to(Path(__file__).parents[2])
+    code = "import rondo, rondo.launch.config, rondo.runtime.errors; print(callable(rondo.train))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert (done.stdout, done.stderr) == ("True\n", "")
+
+
+def test_the_command_line_runs_as_a_module_too(tmp_path: Path) -> None:
+    (tmp_path / "checkout").mkdir()
+    (tmp_path / "checkout" / "rondo").symlink_to(Path(__file__).parents[2])
+    for cwd in (tmp_path, tmp_path / "checkout"):
+        command = [sys.executable, "-m", "rondo", "stats"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd)
+        assert done.returncode == 2 and "Did you mean 'status'?" in done.stderr
+
+
 def test_help_imports_nothing_heavy_and_names_every_verb(tmp_path: Path) -> None:
     code = (
         "import sys\nfrom rondo.launch.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit as end:\n"
