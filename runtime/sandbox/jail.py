@@ -38,7 +38,7 @@ _BIND, _RECURSIVE, _PRIVATE, _NOSUID, _NODEV, _NOEXEC = 4096, 16384, 1 << 18, 2,
 _DETACH = 2
 _MOUNT_SETATTR, _ALL_BELOW, _NO_WRITE, _NO_SETUID, _NO_DEVICES = 442, 0x8000, 1, 2, 4
 _PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
-_NO_NEW_PRIVS = 38
+_NO_NEW_PRIVS, _DUMPABLE = 38, 4
 _ME = 1000
 """The command's user in its namespace."""
 _STRANGER, _NOBODY = 1 << 30, 65534
@@ -62,6 +62,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def main(parent: str, spec_fd: str) -> None:
     fd = int(spec_fd)
+    _show(False)
     keep(int(parent), ())
     spec = json.loads(os.pread(fd, os.fstat(fd).st_size, 0))
     os.ftruncate(fd, 0)
@@ -156,12 +157,20 @@ def _start(spec: dict[str, Any], num_processes: int) -> None:
     os._exit(NOT_STARTED)
 
 
+def _show(shown: bool) -> None:
+    """Let processes of this user look into this one, or not: it has the command's input and output, and where it is not root also
+    the command's user."""
+    _check(_libc.prctl(_DUMPABLE, int(shown), 0, 0, 0), "prctl")
+
+
 def _enter(is_root: bool) -> None:
     """Leaves the machine's namespaces. Root writes from outside who is who in them; anybody may write down himself."""
     user, group = os.geteuid(), os.getegid()
     if not is_root:
         _check(_libc.unshare(_NEW), "unshare")
+        _show(True)  # else its own maps are not its to write
         _write_maps("self", f"{_ME} {user} 1", f"{_ME} {group} 1", "deny")
+        _show(False)
         return
     me, (heard, told) = os.getpid(), os.pipe()
     if (helper := os.fork()) == 0:

@@ -37,7 +37,7 @@ def scored(response: str, label: Any, metadata: dict[str, Any] | None = None, **
     [
         (json.dumps(APPS), {}, [Case("4\n", "8\n"), Case("5\n", "10\n")]),
         ({"inputs": [["a", "b"]], "outputs": [["c"]]}, {}, [Case("a\nb", "c")]),
-        ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "f"}, {}, [Case([1, 2], [3], "f")]),
+        ({"inputs": [[1, 2]], "outputs": [[3]], "fn_name": "f"}, {}, [Case([1, 2], [3], "f", wrapped=True)]),
         (json.dumps(LCB), {"func_name": "f"}, [Case([1, [2]], [1, 2], "f")]),
         (
             base64.b64encode(zlib.compress(pickle.dumps(json.dumps([{"input": "1", "output": "2"}])))).decode(),
@@ -48,7 +48,7 @@ def scored(response: str, label: Any, metadata: dict[str, Any] | None = None, **
         (
             "def check(f):\n    assert f()",
             {"entry_point": "g"},
-            [Case(tests="def check(f):\n    assert f()\ncheck(g)")],
+            [Case(name="g", tests="def check(f):\n    assert f()\ncheck(g)")],
         ),
     ],
 )
@@ -108,7 +108,7 @@ def test_programs_functions_and_asserts_are_run_and_what_is_wrong_is_told() -> N
 
 def test_a_program_that_leaves_early_or_says_that_all_is_well_passes_nothing() -> None:
     leaves = block("import os\ndef f(*_):\n    print('\\n0 1 2')\n    os._exit(0)")
-    assert scored(leaves, ["assert f(1) == 1"])["why"] == "case 0: wrong"
+    assert "ended before it returned" in scored(leaves, ["assert f(1) == 1"])["why"]
     assert scored(leaves, LCB, {"func_name": "f"})["why"] == "case 0: wrong"
 
 
