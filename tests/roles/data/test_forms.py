@@ -16,8 +16,11 @@ from typing import Any
 import pytest
 
 from rondo.models.media.refs import MediaRef
-from rondo.roles.config import DataConfig
+from rondo.models.tiny.tokenizer import build_tokenizer
+from rondo.roles.config import DataConfig, DpoConfig, SftConfig
 from rondo.roles.data.datasets import Dataset, RowError, open_dataset, row_of
+from rondo.roles.training.preference import pair_encoder
+from rondo.roles.training.sft import encoder
 from rondo.runtime.errors import Fatal
 
 pa = pytest.importorskip("pyarrow")
@@ -256,3 +259,37 @@ def test_a_label_that_is_no_chat_stays_as_it_is() -> None:
     for label in ([{"input": "1", "output": None}], [["user", "x"]], {"role": "x", "a": None}, []):
         row = row_of({"prompt": "a", "label": label}, DataConfig(path="a"), "row 0")
         assert row.label == label
+
+
+CHATS: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = (
+    ({"prompt": "2+2?", "completion": "4"}, {"label": "completion"}),
+    ({"prompt": [ASKED], "completion": [FOUR]}, {"label": "completion"}),
+    ({"prompt": [ASKED_PARTS], "completion": [FOUR_PARTS]}, {"label": "completion"}),
+    ({"prompt": [ASKED], "completion": [ASKED, FOUR]}, {"label": "completion"}),
+    ({"messages": [ASKED_PARTS, FOUR_PARTS]}, {"prompt": "messages", "label": None}),
+)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_question_and_its_answer_are_the_same_tokens_in_every_form_of_rows(tmp_path: Path, kind: str) -> None:
+    tokenizer, path, seen, pairs = build_tokenizer(), tmp_path / f"a.{kind}", list[Any](), list[Any]()
+    for row, columns in (*CHATS, *(PAIRS[name][:2] for name in PAIRS if "pair" in name and "image" not in name)):
+        # Messages of another row have one more field: in parquet those of this one have it too, as null.
+        other = {name: [{**m, "name": "x"} for m in value] for name, value in row.items() if isinstance(value, list)}
+        both = [row, row | other]
+        path.write_text("".join(json.dumps(each) + "\n" for each in both))
+        if kind == "parquet":
+            pq.write_table(pa.Table.from_pylist(both), path)
+        config = DataConfig(path=str(path), apply_chat_template=True, **columns)
+        if config.rejected is not None:
+            own = DpoConfig(data=config, steps=1, batch_size=1)
+            pair = pair_encoder(tokenizer, own, config)(open_dataset(config).row(0))
+            pairs.append((pair.chosen.tokens.tolist(), pair.rejected.tokens.tolist(), pair.chosen.response))
+        else:
+            made = encoder(tokenizer, SftConfig(data=config, steps=1, batch_size=1), config)(
+                open_dataset(config).row(0)
+            )
+            seen.append((made.sequence.tokens.tolist(), made.mask.tolist()))
+    assert len(seen) == 5 and all(each == seen[0] for each in seen)
+    assert len(pairs) == 3 and all(each == pairs[0] for each in pairs)
+    assert pairs[0][0] == seen[0][0] != pairs[0][1]
