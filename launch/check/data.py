@@ -261,8 +261,12 @@ class _Seen:
     usable: list[Row] = field(default_factory=list)
     too_long: list[TooLong] = field(default_factory=list)
     broken: UnusableRows = field(default_factory=UnusableRows)
+    """Of all rows that were read, also those that were not made into prompts."""
     filtered: Counter[str] = field(default_factory=Counter)
     num_rows: int = 0
+    num_broken: int = 0
+    """Of these."""
+    num_read: int = 0
     num_media: int = 0
     num_tokens: int = 0
 
@@ -271,6 +275,7 @@ def _see(part: _Part) -> _Seen:
     seen = _Seen()
     # Every row that is too long is counted, whatever becomes of it in the run.
     settings = part.settings.model_copy(update={"too_long": "drop"})
+    looked_at = set[int]()
     for index in part.sample():
         if seen.num_tokens > _NUM_TOKENS:
             break
@@ -291,7 +296,19 @@ def _see(part: _Part) -> _Seen:
             seen.filtered[error.reason] += 1
         except RowError as error:
             seen.broken.add(settings_at(part.name, str(error), "data"))
+            seen.num_broken += 1
         seen.num_rows += 1
+        looked_at.add(index)
+    others = () if (settings.path or "").startswith(MADE) else sampled(len(part.rows), _NUM_ROWS)
+    others = [index for index in others if index not in looked_at]
+    for index in others:  # a run that is short would not come upon them
+        try:
+            part.rows.row(index)
+        except Filtered:
+            continue
+        except RowError as error:
+            seen.broken.add(settings_at(part.name, str(error), "data"))
+    seen.num_read = seen.num_rows + len(others)
     return seen
 
 
@@ -308,20 +325,20 @@ def _look_at_part(part: _Part, report: Report, tokenizers: Sequence[Any], reward
     looked_at = f"{seen.num_rows} rows that were looked at"
     reasons = ", ".join(f"{count} x {why}" for why, count in seen.filtered.most_common(_NUM_REASONS))
     left_out = [*filter(None, [seen.broken.first]), *map(str, seen.too_long[:1]), f"{name}.filter says {reasons}"]
-    num_left_out = len(seen.broken) + seen.filtered.total()
+    num_left_out = seen.num_broken + seen.filtered.total()
     num_left_out += len(seen.too_long) if part.settings.too_long == "drop" else 0
     if num_left_out == seen.num_rows:
         raise RowError(f"{name}: no row can be used of {looked_at}; the first: {left_out[0]}")
     setting = f"{part.place}.max_bad_rows"
     if refusal := seen.broken.refusal(
-        name, setting, part.settings.max_bad_rows, seen.num_rows, "rows that were looked at"
+        name, setting, part.settings.max_bad_rows, seen.num_read, "rows that were looked at"
     ):
         report.add("error", refusal)
     elif seen.broken:
         report.add(
             "note",
-            f"{name}: {len(seen.broken)} of {looked_at} cannot be used, and a run leaves such rows out; the first: "
-            f"{seen.broken.first}",
+            f"{name}: {len(seen.broken)} of {seen.num_read} rows that were looked at cannot be used, and a run leaves such rows out; "
+            f"the first: {seen.broken.first}",
         )
     if seen.filtered:
         report.add("note", f"{name}: {seen.filtered.total()} of {looked_at} are left out by {name}.filter: {reasons}")

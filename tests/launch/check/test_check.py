@@ -772,3 +772,14 @@ def test_plain_prompts_of_a_model_with_a_chat_template_are_a_note(make: Make, tm
     ):
         findings = measured(make, tmp_path, f"[{row}] * 80", *sets)
         assert any(finding.text.startswith(note) for finding in findings) is told, (row, sets)
+
+
+def test_rows_that_a_short_run_does_not_take_count_among_those_that_cannot_be_used(make: Make, tmp_path: Path) -> None:
+    rows = "[{'prompt': '1', 'label': ''} if i < 40 else {'prompt': 7, 'label': ''} for i in range(80)]"
+    unshuffled = ("data.held_out=0", "evaluation=null", "data.shuffle=False")  # 4 steps of 4 prompts
+    findings = measured(make, tmp_path, rows, *unshuffled)
+    (told,) = [finding.text for finding in findings if finding.level == "error"]
+    assert told.startswith(
+        "data must have at most 1 % unusable rows, got 50 % of 80 rows that were looked at: 40 as in "
+    )
+    assert told.endswith("Correct the rows, or raise data.max_bad_rows to have them left out")
