@@ -337,8 +337,8 @@ def _look_at_part(part: _Part, report: Report, tokenizers: Sequence[Any], reward
     elif seen.broken:
         report.add(
             "note",
-            f"{name}: {len(seen.broken)} of {seen.num_read} rows that were looked at cannot be used, and a run leaves such rows out; "
-            f"the first: {seen.broken.first}",
+            f"{name}: {len(seen.broken)} of {seen.num_read} rows that were looked at cannot be used, and a run leaves such rows "
+            f"out; the first: {seen.broken.first}",
         )
     if seen.filtered:
         report.add("note", f"{name}: {seen.filtered.total()} of {looked_at} are left out by {name}.filter: {reasons}")
