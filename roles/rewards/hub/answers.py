@@ -186,7 +186,7 @@ def last_tagged(text: str, name: str) -> str | None:
 def _marked(response: str) -> str:
     """Return the line behind the last "####", or, where that is a heading, the line below it."""
     rest = response.rstrip("# \n").rpartition("####")
-    lines = [line for line in rest[2][:MAX_STATEMENT].splitlines() if line.strip()][:2] if rest[1] else []
+    lines = [line for line in plain(rest[2][:MAX_STATEMENT]).splitlines() if line.strip()][:2] if rest[1] else []
     return next((line for line in lines if re.search("[0-9]", line)), "")
 
 
@@ -200,7 +200,7 @@ def _bare(text: str) -> str:
 
 
 def _shown(text: str) -> str:
-    return plain(text).lower().rstrip(".")
+    return re.sub(r" ?, ?", ",", plain(text).lower().rstrip("."))
 
 
 def choices_of(metadata: Any) -> tuple[list[str], str]:

@@ -31,7 +31,7 @@ _MARKUP = [
             "",
         ),
         (r"\^\{?\\circ\}?|\\circ", ""),
-        (r"\\[,;: ]|~", " "),
+        (r"\\[,;: ]|\\q?quad(?![a-z])|~", " "),
         (r"\\([dt]?frac)\s*([0-9])\s*([0-9])", r"\\frac{\2}{\3}"),
         (r"\\[cdt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}", r" \1/\2"),
         (r"\\(?:cdot|times)(?![a-z])", "*"),
@@ -41,6 +41,7 @@ _MARKUP = [
         (r"[^\S\n]+", " "),
     )
 ]
+_VULGAR = re.compile("[\u00bc-\u00be\u2150-\u215e]")
 _BRACES = str.maketrans("", "", "{}")
 _ONE = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,8}(?![0-9])|[1-9][0-9]{0,2}(?: [0-9]{3}){1,8}(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _SCALED = rf"(?:{_ONE})(?:[eE][-+]?[0-9]{{1,3}}(?![0-9]))?"
@@ -59,7 +60,7 @@ _NO_NUMBER = re.compile(
 )
 _JOINT = re.compile(r"\W*(?:or|and|to|through)?\W*", re.IGNORECASE)
 _SENTENCE = re.compile(r"(?<=[.!?;])\s+")
-_BOX = re.compile(r"\\f?boxed\s*\{|<answer>", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|<answer>", re.IGNORECASE)
 _CUE = re.compile(
     r"\b(?:(?:answer|choice|option|solution)\b\W{0,3}?(?:\s*(?:is|must be|should be|has to be|would be)\b|\s*[:=])"
     r"|(?:choose|chose|pick|select|go with|going with)\b|it(?:'s| is| must be| has to be)\b|(?:therefore|hence|thus|so)\b)"
@@ -71,7 +72,7 @@ _ARTICLE = r"(?! (?!because|since|as|for|is|and|or|but|not|with|due|given)[a-z])
 _FILLER = r"[\W_]*(?i:(?:clearly|definitely|indeed|therefore|probably|likely|then|thus|option|choice|letter|the|either)\W+){0,3}"
 _STATED = re.compile(rf"{_FILLER}\(?(?:([A-Z]){_ARTICLE}|([a-z])(?=\W*$|[).:\]]))(?![\w'])")
 _SEVERAL = re.compile(
-    r"\W*(?:[,/&]|or|and)\W*(?:maybe |perhaps )?\(?[A-Z](?![\w'])(?! (?:is|was|would|has|does|can)\b)"
+    r"(?:[\s()]*|\W*(?:[,/&;+|]|or|and)\W*)(?:maybe |perhaps )?[A-HJ-Z](?![\w'])(?! [a-z]| ?(?:is|was|would|has|does|can)\b)"
 )
 _DENIED = re.compile(r"\W*(?:(?:is|was|are) (?:not|wrong|incorrect|false|out)\b|isn't|wasn't)", re.IGNORECASE)
 _WITHDRAWN = re.compile(r"\b(?:wait|actually|scratch that|correction)\b", re.IGNORECASE)
@@ -79,6 +80,7 @@ _DENIES = re.compile(
     r"(?:\bnot|n't|neither|nor|than|instead of|except|thing but|all but)\W+(?:(?:option|choice|an?|the)\W+)?\(?$",
     re.IGNORECASE,
 )
+_DOUBTED = re.compile(r"(?:n't|\b(?:not|never|unlikely|doubt))\b(?:(?!\bbut\b)[^.,;\n]){0,25}$", re.IGNORECASE)
 _LETTER = re.compile(rf"(?<![\w'])([A-Z])(?![\w']){_ARTICLE}")
 _ALONE = re.compile(r"(?:option|choice)?[\W_]*([A-Za-z])[\W_]*", re.IGNORECASE)
 _WORD = re.compile(r"(?<!\w)-?[0-9]+(?:\.[0-9]+)?(?![^\W_])|[^\W_]+")
@@ -87,7 +89,7 @@ _ARTICLES = frozenset(("a", "an", "the"))
 
 def plain(text: str, braces: bool = False) -> str:
     """Return the text without Markdown and LaTeX's wrappers, with ASCII signs; with `braces` those of LaTeX stay."""
-    text = unicodedata.normalize("NFKC", text.translate(_SIGNS)).translate(_SIGNS)
+    text = unicodedata.normalize("NFKC", _VULGAR.sub(r" \g<0>", text.translate(_SIGNS))).translate(_SIGNS)
     for pattern, new in _MARKUP:
         text = pattern.sub(new, text)
     return (text if braces else text.translate(_BRACES)).strip()
@@ -153,7 +155,7 @@ def choice_in(text: str, letters: str, choices: Sequence[str] = ()) -> str | Non
         if (letter := _stated(statement, letters)) is None:
             letter = _mentioned(statement, letters, choices)
         if letter is not None:
-            return letter or None
+            return letter if letter and not _DOUBTED.search(text[max(0, cue.start() - 40) : cue.start()]) else None
     if (alone := _ALONE.fullmatch(text)) is not None:
         return alone[1].upper() if alone[1].upper() in letters else None
     standing = [
@@ -172,7 +174,7 @@ def _stated(statement: str, letters: str) -> str | None:
     if found is None:
         return None
     letter, rest = (found[1] or found[2]).upper(), statement[found.end() :]
-    if _DENIED.match(rest):
+    if _DENIED.match(rest) or rest.startswith("?"):
         return None
     return letter if letter in letters and not _SEVERAL.match(rest) and not _WITHDRAWN.search(rest) else ""
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import string
 from collections.abc import Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ _TIDIED = [
     )
 ]
 _COMMAND = re.compile(r"\\[A-Za-z]+|[a-z](?= *=)")
+_ASCII = frozenset(string.ascii_letters)
 _NO_TERM = re.compile(r"[A-Za-z]{2,}|[<>≤≥!?±:]|\\approx")
 _WORDS = re.compile(r"\(?([^\W\d_]+(?:[ '-]+[^\W\d_]+)*)\)?")
 _PRODUCT = re.compile(r"[a-dA-D]{1,3}|[w-zW-Z]{1,4}|[p-tP-T]{1,3}|[kmn]{1,3}|[i-k]{1,3}|[a-zA-Z]")
@@ -65,7 +67,8 @@ _SYMBOLS = {"le": "<=", "leq": "<=", "≤": "<=", "ge": ">=", "geq": ">=", "≥"
 _SIGNS = str.maketrans("−–", "--")
 _CUE = re.compile(r"answer\W{0,3}(?:\s*(?:is|are)\b|\s*[:=])[\s*:]*|####", re.IGNORECASE)
 _SENTENCE_CUE = re.compile(
-    r".*\b(?:is|are|equals?|get|gives|obtain|have|yields|hence|thus|therefore|so)\b[\s:]*", re.DOTALL | re.I
+    r"(?:.*\b(?:is|are|equals?|get|gives|obtain|have|yields)\b|(?:so|hence|thus|therefore)\b,?)[\s:]*",
+    re.DOTALL | re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n")
 _PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}")
@@ -159,6 +162,9 @@ def same(answer: str, label: str) -> bool:
             return False
     if kind == "ratio":
         said, right = _in_parts(said), _in_parts(right)
+    letters = [set(_COMMAND.sub("", text)) & _ASCII for text in (said, right)]
+    if letters[0] != letters[1] and {*map(str.lower, letters[0])} == {*map(str.lower, letters[1])}:
+        return False
     *others, last = said.split("=")
     terms = [part for part in others[-_MAX_CHAIN:] if part.strip() and not re.search(r"(?<![\\A-Za-z])[A-Za-z]", part)]
     return _compared(said, right) and all(_compared(term, last) for term in terms)
@@ -188,7 +194,7 @@ def _kind(text: str) -> str:
     for character in re.sub(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))", "", text) if text[:1] not in "([\\" else text:
         depth += (character in "([{") - (character in ")]}")
         flat += character if depth == 0 and character not in ")]}" else ""
-    if "," in flat:
+    if "," in flat or "\\pm" in flat:
         return "set"
     text, flat = (part.rpartition("=")[2].strip() for part in (text, flat))
     if not flat.strip("\\ ") and _BRACKETS.fullmatch(text):
