@@ -27,7 +27,7 @@ _MARKUP = [
     for pattern, new in (
         (r"\\(?:boxed|fbox|text(?:bf|it|rm|normal)?|math(?:rm|bf)|mbox|operatorname)\s*\{([^{}]*)\}", r"\1"),
         (
-            r"<\|[^<>|]{1,40}\|>|</?[A-Za-z]{1,10}>|\*\*|__|\\[()\[\]!]|\\(?:left|right|displaystyle|boxed|fbox|text)(?![a-z])",
+            r"<\|[^<>|]{1,40}\|>|</?(?:b|i|u|em|strong|span|p|br|answer)>|~~[^~\n]*~~|\*\*|__|\\[()\[\]!]|\\(?:left|right|displaystyle|boxed|fbox|text)(?![a-z])",
             "",
         ),
         (r"\^\{?\\circ\}?|\\circ", ""),
@@ -55,7 +55,8 @@ _UNIT = re.compile(r"(?<=[A-Za-z]) ?\^ ?-?[0-9]|(?<=[A-Za-z])/(?=[A-Za-z])|(?<=[
 _NO_NUMBER = re.compile(
     r"n't\b|\b(?:not|never|neither|nor|either|than|least|most|wrong|incorrect|except|between|and an?)\b|[*^+/?<>±≤≥≠√\\|]|\.\."
     r"|thing but|(?<=[0-9])(?:!| ?(?:(?-i:[kKMBTxyzni])|squared|cubed|hundred|thousand|million|billion|trillion)\b)"
-    r"|(?<![A-Za-z0-9.])[A-Za-z][0-9]",
+    r"|(?<![A-Za-z0-9.])[A-Za-z][0-9]"
+    r"|\b(?:over|under|above|below|up to|no|without|root of|half of|twice|double) (?=-?[0-9])",
     re.IGNORECASE,
 )
 _JOINT = re.compile(r"\W*(?:or|and|to|through)?\W*", re.IGNORECASE)
@@ -63,16 +64,17 @@ _SENTENCE = re.compile(r"(?<=[.!?;])\s+")
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{|<answer>", re.IGNORECASE)
 _CUE = re.compile(
     r"\b(?:(?:answer|choice|option|solution)\b\W{0,3}?(?:\s*(?:is|must be|should be|has to be|would be)\b|\s*[:=])"
-    r"|(?:choose|chose|pick|select|go with|going with)\b|it(?:'s| is| must be| has to be)\b|(?:therefore|hence|thus|so)\b)"
+    r"|(?P<weak>(?:choose|chose|pick|select|go(?:ing)? with|it(?:'s| is| must be| has to be)|therefore|hence|thus|so)\b))"
     r"|(?<![\w'])\(?(?P<said>[A-Z])\)? (?:is|must be) (?:(?:the|clearly|indeed|therefore|definitely) ){0,2}"
     r"(?:correct|right|best|true|answer)\b",
     re.IGNORECASE,
 )
 _ARTICLE = r"(?! (?!because|since|as|for|is|and|or|but|not|with|due|given)[a-z])"
 _FILLER = r"[\W_]*(?i:(?:clearly|definitely|indeed|therefore|probably|likely|then|thus|option|choice|letter|the|either)\W+){0,3}"
-_STATED = re.compile(rf"{_FILLER}\(?(?:([A-Z]){_ARTICLE}|([a-z])(?=\W*$|[).:\]]))(?![\w'])")
+_STATED = re.compile(rf"{_FILLER}\(?(?:([A-Z]){_ARTICLE}|([a-z])(?=\W*$|[).:\]]))(?!\w|'\w)")
 _SEVERAL = re.compile(
-    r"(?:[\s()]*|\W*(?:[,/&;+|]|or|and)\W*)(?:maybe |perhaps )?[A-HJ-Z](?![\w'])(?! [a-z]| ?(?:is|was|would|has|does|can)\b)"
+    rf"(?:[\s()]*|\W*(?:[,/&;+|]|or|and)\W*)(?:maybe |perhaps )?(?:A{_ARTICLE}|[B-HJ-Z])"
+    r"(?!\w|'\w| ?(?:is|was|would|has|does|can)\b)"
 )
 _DENIED = re.compile(r"\W*(?:(?:is|was|are) (?:not|wrong|incorrect|false|out)\b|isn't|wasn't)", re.IGNORECASE)
 _WITHDRAWN = re.compile(r"\b(?:wait|actually|scratch that|correction)\b", re.IGNORECASE)
@@ -80,8 +82,10 @@ _DENIES = re.compile(
     r"(?:\bnot|n't|neither|nor|than|instead of|except|thing but|all but)\W+(?:(?:option|choice|an?|the)\W+)?\(?$",
     re.IGNORECASE,
 )
-_DOUBTED = re.compile(r"(?:n't|\b(?:not|never|unlikely|doubt))\b(?:(?!\bbut\b)[^.,;\n]){0,25}$", re.IGNORECASE)
-_LETTER = re.compile(rf"(?<![\w'])([A-Z])(?![\w']){_ARTICLE}")
+_DOUBTED = re.compile(
+    r"(?:n't|\b(?:not|never|unlikely|doubt))\b(?:(?!\bbut\b)[^.,;\n]){0,25}$|\b(?:wrong|incorrect) $", re.IGNORECASE
+)
+_LETTER = re.compile(rf"(?<!\w)(?<!\w')([A-Z])(?!\w|'\w){_ARTICLE}")
 _ALONE = re.compile(r"(?:option|choice)?[\W_]*([A-Za-z])[\W_]*", re.IGNORECASE)
 _WORD = re.compile(r"(?<!\w)-?[0-9]+(?:\.[0-9]+)?(?![^\W_])|[^\W_]+")
 _ARTICLES = frozenset(("a", "an", "the"))
@@ -99,7 +103,8 @@ def number_in(statement: str) -> Fraction | None:
     """Return the number that the statement says, whatever its unit; None without one, with several, with a hedge or a term."""
     if len(statement) > MAX_STATEMENT:
         return None
-    *before, text = re.split(r"=|\\approx|≈", _UNIT.sub(" ", plain(statement)))
+    text = re.sub(r"\b(?:minus|negative) (?=[0-9])", "-", _UNIT.sub(" ", plain(statement)))
+    *before, text = re.split(r"=|\\approx|≈", text)
     values = [_value(found) for found in _NUMBER.finditer(text)]
     if len(values) != 1 or _NO_NUMBER.search(_without_fractions(text)):
         return None
@@ -141,21 +146,28 @@ def _value(found: re.Match[str]) -> Fraction | None:
 
 
 def _without_fractions(text: str) -> str:
-    return _NUMBER.sub(lambda found: found[0].replace("/", ""), text).removeprefix("+")
+    return _NUMBER.sub(lambda found: re.sub(r"/|(?<=[eE])\+", "", found[0]), text).removeprefix("+")
 
 
 def choice_in(text: str, letters: str, choices: Sequence[str] = ()) -> str | None:
     """Return the letter that the text decides for: by its last explicit verdict, or because it is the only one, or its choice's
     text the only one, that is left standing. None where several are, or none."""
     text = plain(_BOX.sub("\nAnswer: {", text))
-    for cue in reversed(deque(_CUE.finditer(text), _MAX_CUES)):
-        statement = (
-            text[(at := cue.start() if cue["said"] else cue.end()) : at + MAX_STATEMENT].strip().partition("\n")[0]
-        )
-        if (letter := _stated(statement, letters)) is None:
+    is_doubted, cues = False, deque(_CUE.finditer(text), _MAX_CUES)
+    is_explicit = any(cue["weak"] is None for cue in cues)
+    for cue in reversed(cues):
+        at = cue.start() if cue["said"] else cue.end()
+        statement = text[at : at + MAX_STATEMENT].strip().partition("\n")[0]
+        letter = _stated(statement, letters)
+        if letter is None and not (cue["weak"] and is_explicit):
             letter = _mentioned(statement, letters, choices)
-        if letter is not None:
-            return letter if letter and not _DOUBTED.search(text[max(0, cue.start() - 40) : cue.start()]) else None
+        if not letter and (letter is None or (cue["weak"] and is_explicit)):
+            continue
+        if not _DOUBTED.search(text[max(0, cue.start() - 40) : cue.start()]):
+            return letter or None
+        is_doubted = True
+    if is_doubted:
+        return None
     if (alone := _ALONE.fullmatch(text)) is not None:
         return alone[1].upper() if alone[1].upper() in letters else None
     standing = [

@@ -53,6 +53,38 @@ ANSWERS: Table = {
     2: (("Answer: C", "the neutron star"), ("Answer: B", "Answer: D")),
     "the neutron star": (("Answer: C", "the neutron star", "It's the neutron star."), ("Answer: A", "a black hole")),
 }  # fmt: skip
+FURTHER: Table = {
+    "C": (
+        (
+            "Answer: C\n\nBut B and D are also plausible.", "I think the answer is C, although B is tempting",
+            "**C**. Because it spins.",
+            "The best choice is **(C)**", "Answer: the neutron star (C)", "Answer: neutron star",
+            "The answer cannot be A or B. So C.",
+            "The answer is\n\n**(C) the neutron star**", "Answer: C and not B", "Answer: A is wrong, C is right",
+            "Answer: A. Answer: B. Answer: C.",
+            "It could be a red giant or a black hole, but it is the neutron star.",
+            "The neutron star rather than the white dwarf", "Choice C",
+            "The answer is C, D is wrong", "Answer: C. It is a neutron star, not A.",
+            "Answer: C\n\nIt is because a red giant would expand.",
+            "Answer: C. Therefore A, B and D are wrong.", "Answer: C\nI would not choose B.", "Answer: <C>", "Answer: 'C'",
+            "Answer: C!",
+            "\\boxed{\\text{C. the neutron star}}", "\\boxed{the neutron star}", "Not sure, but it's C.", "答案：C",
+            "The answer is not A but C",
+        ),
+        (
+            "Answer: B, not C", "A and C are both right", "Answer: A, B, C or D", "Answer: ABCD", "Answer: (C)(D)",
+            "Answer: C D", "\\boxed{A, C}",
+            "Answer: C or D, I can't decide", "I don't think it's the neutron star", "I don't think the answer is C",
+            "the neutron star is incorrect",
+            "Both the white dwarf and the neutron star", "The answer is C; D", "Answer: C + D",
+            "The correct answers are B and C",
+            "Don't choose C. Choose B.", "The wrong answer is C", "Wrong answer: C. Right answer: B",
+            "I am torn between C and D",
+            "Answer: C or D because both are dense", "If the answer is C, then light escapes. It can't. The answer is D",
+            "Final answer: C? No: D",
+        ),
+    ),
+}  # fmt: skip
 LENGTHS: Table = {
     "A": (("5 m", "The answer is 5 m.", "Answer: A", "It is 5 m, not 15 m"), ("15 m", "1.5 m", "50 m", "It is 15 m.",
         "5 m or 15 m")),
@@ -63,6 +95,7 @@ LENGTHS: Table = {
 def test_written_answers_are_judged_as_by_a_careful_person() -> None:
     assert size(ANSWERS) >= 40
     assert misjudged("gpqa", ANSWERS, metadata=STARS) == []
+    assert misjudged("gpqa", FURTHER, metadata=STARS) == []
     assert misjudged("gpqa", LENGTHS, metadata=NUMBERS) == []
 
 
