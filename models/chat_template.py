@@ -67,7 +67,8 @@ def left_out(
         return f"the tool {_function(tool).get('name')!r}"
     for number, found in enumerate(markers if text else ()):
         gone = {kind for marker, kind in found.items() if marker not in text}
-        name = f"message {number + 1 - added}, of role {messages[number]['role']!r}"
+        place = "the message in front" if number < added else f"message {number + 1 - added}"
+        name = f"{place}, of role {messages[number]['role']!r}"
         if "calls" in gone:
             return f"the calls of {name}"
         if gone and number == whole:

@@ -56,6 +56,8 @@ def _message(name: str, message: Any, config: DataConfig) -> dict[str, Any]:
     if isinstance(message, Mapping):
         found = {keys.get(str(key), str(key)): value for key, value in _without_nulls(message).items()}
     calls = found.get("tool_calls")
+    if isinstance(calls, str):
+        found["tool_calls"] = calls = _parsed(calls)
     if not isinstance(found.get("role"), str) or not ("content" in found or calls):
         got = f"the keys {', '.join(map(str, message))}" if isinstance(message, Mapping) else type(message).__name__
         spelt = {key: _SPELLINGS[key] for key in message if key in _SPELLINGS} if isinstance(message, Mapping) else {}
@@ -64,6 +66,10 @@ def _message(name: str, message: Any, config: DataConfig) -> dict[str, Any]:
     found["role"] = config.message_roles.get(found["role"], found["role"])
     found.setdefault("content", "")  # some templates write None, or fail, where a message with calls has none
     if calls:
+        if not isinstance(calls, list | tuple) or not all(isinstance(call, Mapping) for call in calls):
+            raise RowError(
+                f"{name}: tool_calls of a message must be a list of objects, or its JSON, got {calls!r:.80}. Correct it"
+            )
         found["tool_calls"] = [_call(call) for call in calls]
     return found
 

@@ -142,10 +142,7 @@ def _encoded(
     for at in learnt:
         asked, context, written, ends = _turn(tokenizer, row, config, messages[: at + 1], first=at == learnt[0])
         if not context.startswith(before):
-            raise RowError(
-                f"{row.name}: the chat template must write what comes before message {at + 1} the same with it and without, "
-                "got another text. Set sft.turns to 'last', or give the tokenizer a template that only adds"
-            )
+            raise _refused(row, messages[: at + 1], "write what comes before it as without it, got another text")
         if at == learnt[0]:
             unwritten = asked[len(context) :]
         else:
@@ -155,10 +152,7 @@ def _encoded(
         if not ends and at == learnt[-1]:
             tokens.append(np.array([_end_of_sequence(tokenizer, row)]))
         elif not ends:
-            raise RowError(
-                f"{row.name}: the chat template must end message {at + 1} with a control token to learn several turns, got none. "
-                "Set sft.turns to 'last'"
-            )
+            raise _refused(row, messages[: at + 1], "write a control token that ends it, got none")
         mask.append(np.ones(sum(map(len, tokens)) - sum(map(len, mask)), np.uint8))
         before = context + written
     flat = np.concatenate(tokens).astype(np.int32)
@@ -181,30 +175,35 @@ def _turn(
         raise RowError(
             f"{row.name}: prompt must suit the chat template, got {type(error).__name__}: {error}. Correct or remove the row"
         ) from error
+    content = shown[-1].get("content")
+    found = _THOUGHT.match(content) if isinstance(content, str) else None
+    thought = "" if found is None else found[1].strip()
+    if thought and any(messages[-1].get(name) for name in REASONING):
+        raise _refused(row, messages, "be given one thought, got one in its content and one beside it")
     refuse_left_out(tokenizer, row, shown, args, len(shown) - len(messages), whole=len(shown) - 1)
     opened = _OPENED.search(asked)
-    without = asked if opened is None else asked[: opened.start()]
+    opens, without = opened is not None and not opened[1], asked if opened is None else asked[: opened.start()]
     context = next((text for text in (asked, without) if whole.startswith(text)), None)
     if context is None:
-        raise RowError(
-            f"{row.name}: the chat template must write message {len(messages)} behind its generation prompt, got another text. "
-            "Correct or remove the row, or give the tokenizer another template"
-        )
+        raise _refused(row, messages, "write it behind the generation prompt, got another text")
     text = whole[len(context) :]
     end = end_of_turn(tokenizer, text)
     start, stop = end or (len(text.rstrip()),) * 2
-    written, ending, content = text[:start], text[start:stop], shown[-1].get("content")
-    opens = opened is not None and not opened[1]
-    if isinstance(content, str) and (thought := _THOUGHT.match(content)) and thought[1].strip() not in written:
+    written, ending = text[:start], text[start:stop]
+    if thought not in written:
         if messages[-1].get("tool_calls"):
-            raise RowError(
-                f"{row.name}: the chat template must write the thought of message {len(messages)}, which has calls, got one that "
-                "leaves it out. Correct or remove the row, or give the tokenizer another template"
-            )
-        context, written = asked if opens else without, content.strip()  # it is learnt as it lies
+            raise _refused(row, messages, "write the thought in front of its calls, got none")
+        context, written = asked if opens else without, str(content).strip()  # it is learnt as it lies
     begin = context[len(without) :] if opens else ""
     written = _DOUBLED.sub(r"\1", begin + written)[len(begin) :]
     return asked, context, written + ending, end is not None
+
+
+def _refused(row: Row, messages: Sequence[Any], rule: str) -> RowError:
+    return RowError(
+        f"{row.name}: for message {len(messages)} the chat template must {rule}. Correct or remove the row, give the tokenizer "
+        "another template, or set sft.turns to 'last'"
+    )
 
 
 def _end_of_sequence(tokenizer: Any, row: Row) -> int:

@@ -53,6 +53,11 @@ def test_calls_of_tools_need_no_content_and_bring_their_arguments_as_objects() -
     assert read_messages("a.jsonl:1", rows, config())[1]["tool_calls"][0]["function"]["arguments"] == {
         "a": (1 << 65) + 1
     }
+    found = read_messages("a.jsonl:1", [{"role": "assistant", "tool_calls": json.dumps([call])}], config())
+    assert found[0]["tool_calls"][0]["function"]["arguments"] == {"a": (1 << 65) + 1}
+    assert "tool_calls of a message must be a list of objects" in refused(
+        [{"role": "assistant", "tool_calls": "add(1)"}]
+    )
     broken = [{"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]}]
     assert read_messages("a.jsonl:1", broken, config()) == [broken[0] | {"content": ""}]
 

@@ -44,7 +44,7 @@ REASONED_CALLS = [
     user("q"), CALL | {"reasoning_content": "one"}, {"role": "tool", "content": "3"}, said("4", reasoning_content="two")
 ]  # fmt: skip
 THOUGHT = [user("q"), said("<think>\nhm\n</think>\n\n4")]
-REWRITES = "the chat template must write what comes before message 4 the same with it and without, got another text"
+REWRITES = "for message 4 the chat template must write what comes before it as without it, got another text"
 NO_CALLS = "got one that leaves out the calls of message 2, of role 'assistant'"
 NO_REASONING = "got one that leaves out the reasoning of message 2, of role 'assistant'"
 
@@ -60,6 +60,11 @@ LEARNT: list[tuple[str, list[dict[str, Any]], list[str] | str]] = [
     ("QWEN3", REASONED, ["<think>\nhm\n</think>\n\n4<|im_end|>"]),
     ("QWEN3", THOUGHT, ["<think>\nhm\n</think>\n\n4<|im_end|>"]),
     ("QWEN3", REASONED_CALLS, ["<think>\none\n</think>\n\n" + WRITTEN, "<think>\ntwo\n</think>\n\n4<|im_end|>"]),
+    (
+        "QWEN3",
+        [user("q"), THOUGHT[1] | {"reasoning_content": "hm"}],
+        "for message 2 the chat template must be given one thought",
+    ),
     ("QWEN3_THINKING", PLAIN, ["\n</think>\n\n4<|im_end|>"]),
     ("QWEN3_THINKING", [user("q"), CALL], ["\n</think>\n\n" + WRITTEN]),
     ("QWEN3_THINKING", REASONED, ["hm\n</think>\n\n4<|im_end|>"]),
@@ -93,7 +98,7 @@ LEARNT: list[tuple[str, list[dict[str, Any]], list[str] | str]] = [
     (
         "DROPPED",
         [user("q"), CALL | {"content": "<think>hm</think>"}],
-        "must write the thought of message 2, which has calls",
+        "for message 2 the chat template must write the thought in front of its calls",
     ),
     ("PHI", TWICE, ["4<|end|>", "5<|end|>"]),
     ("ENDLESS", PLAIN, ["4<|endoftext|>"]),
@@ -150,9 +155,13 @@ def test_what_is_learnt_is_what_the_template_writes_and_the_same_in_every_job(
         (
             "ENDLESS",
             TWICE,
-            "the chat template must end message 2 with a control token to learn several turns, got none",
+            "for message 2 the chat template must write a control token that ends it, got none",
         ),
-        ("APART", PLAIN, "the chat template must write message 2 behind its generation prompt, got another text"),
+        (
+            "APART",
+            PLAIN,
+            "for message 2 the chat template must write it behind the generation prompt, got another text",
+        ),
     ],
 )
 def test_a_template_that_changes_what_came_before_a_turn_is_refused_by_name(
