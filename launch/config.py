@@ -436,10 +436,7 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
 
 def override(config: RunConfig, sets: Sequence[str]) -> RunConfig:
     """A copy of `config` with `path=value` changes (`_parse` says what a value is)."""
-    tree = config.model_dump(exclude_unset=True)
-    for text in sets:
-        _apply(tree, type(config), text)
-    return unresolve(tree, "the --set options")
+    return unresolve(config.model_dump(exclude_unset=True), "the --set options", sets)
 
 
 def counted(config: RunConfig, num_rows: int | None) -> RunConfig:
@@ -455,8 +452,10 @@ def resolve(config: RunConfig) -> dict[str, Any]:
     return config.model_dump(mode="json")
 
 
-def unresolve(tree: dict[str, Any], source: str = "config.resolved.json") -> RunConfig:
-    """The config of a JSON form. ConfigError when it does not fit this version's settings."""
+def unresolve(tree: dict[str, Any], source: str = "config.resolved.json", sets: Sequence[str] = ()) -> RunConfig:
+    """The config of a JSON form, with `path=value` changes. ConfigError when it does not fit this version's settings."""
+    for text in sets:
+        _apply(tree, RunConfig, text)
     try:
         return RunConfig.model_validate(tree)
     except ValidationError as error:

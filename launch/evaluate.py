@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.launch import train
-from rondo.launch.config import RunConfig, load, override, resolve, unresolve
+from rondo.launch.config import RunConfig, load, resolve, unresolve
 from rondo.launch.export import adapters_of
 from rondo.launch.plan import group_specs
 from rondo.launch.report.records import evaluation_records, read_records
@@ -238,11 +238,13 @@ def settings_of(
     made = {
         "model": {"path": model, **{name: tree["model"][name] for name in ("dtype", "attn")}},
         "evaluation": {name: value for name, value in evaluation.items() if name not in ("share", "num_slots")},
-        "rollout": rollout | {"prompts_per_step": 1, "samples_per_prompt": max(2, rollout["samples_per_prompt"])},
+        # Without the role nothing was sampled: how long prompts and answers may be was not meant for an evaluation.
+        "rollout": {}
+        if stays and settings.group_of("rollout") is None
+        else rollout | {"prompts_per_step": 1, "samples_per_prompt": max(2, rollout["samples_per_prompt"])},
         "role_groups": groups,
     }
-    found = unresolve(tree | less | made, "the settings of an evaluation")
-    return override(found, sets) if sets else found
+    return unresolve(tree | less | made, "the settings of an evaluation", sets)
 
 
 def found_in(run: Path, settings: RunConfig) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from rondo.launch.cli import EXIT_USAGE, main
 from rondo.launch.config import RunConfig, load, resolve, unresolve
 from rondo.launch.evaluate import found_in, settings_of
 from rondo.launch.plan import group_specs
+from rondo.roles.config import EvalConfig, benchmark
 from rondo.roles.config.data import NO_REWARD
 from rondo.runtime.errors import ConfigError
 from tests.launch import configs
@@ -138,6 +139,20 @@ def test_a_job_without_rollouts_is_evaluated_on_rows_that_it_holds_out_as_it_rea
     groups = [(group.name, group.roles) for group in found.role_groups]
     assert groups == [("rollout", ("rollout",)), ("actor", ("actor",))]
     assert settings_of(unresolve(resolve(settings)), "hf").own == settings.own  # of a run that was started
+
+
+def test_a_job_that_measured_no_answers_is_evaluated_on_sets_that_have_a_name() -> None:
+    settings = RunConfig.model_validate(
+        {
+            "name": "demo", "job": "sft", "model": {"path": "m"}, "role_groups": [{"name": "actor", "roles": ["actor"]}],
+            "sft": {"data": {"path": "a"}, "epochs": 2, "batch_size": 2},
+        }
+    )  # fmt: skip
+    settings, named = unresolve(resolve(settings)), EvalConfig(sets={"math500": benchmark("math500")})
+    with pytest.raises(ConfigError, match=r"evaluation.sets.math500.max_new_tokens must be set with job 'sft'"):
+        settings_of(settings, "hf", named=named)
+    found = settings_of(settings, "hf", sets=["evaluation.sets.math500.max_new_tokens=512"], named=named)
+    assert (found.job, found.rollout.max_prompt_tokens, found.rollout.num_slots) == ("sft", 1024, 16)
 
 
 def test_answers_of_a_job_without_rollouts_are_measured_where_it_has_the_role_and_what_scores_them(
