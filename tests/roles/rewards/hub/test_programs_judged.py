@@ -275,6 +275,18 @@ RIGHT: dict[str, Row] = {
         "def f(x): print(2 * x)",
         "import contextlib, io\nwith contextlib.redirect_stdout(io.StringIO()) as said: f(2)\nassert said.getvalue() == '4\\n'",
     ),
+    "an exception of the answer's": (
+        block("class Odd(Exception): pass\ndef f(x): raise Odd('no')"),
+        "from unittest import TestCase\nfrom solution import Odd, f\nclass T(TestCase):\n    def test_f(self):\n"
+        "        with self.assertRaises(Odd) as caught: f(1)\n        self.assertEqual(str(caught.exception), 'no')",
+        {},
+    ),
+    "members of an enumeration": asserts(
+        "import enum\nclass C(enum.Enum):\n    A = 1\n    B = 2\ndef f(x): return C.A if x else C.B",
+        "assert f(1) == C.A != f(0) and f(0) is C.B and f(0).value == 2",
+    ),
+    "a coroutine": asserts("async def f(x): return 2 * x", "import asyncio\nassert asyncio.run(f(2)) == 4"),
+    "a deep list": asserts("def f(x): return [x]", "x = []\nfor _ in range(400): x = [x]\nassert f(x) == [x]"),
     "a method of Solution": (
         block("class Solution:\n    def f(self, x: List[int]): return 2 * x"), "def check(g):\n    assert g(2) == 4",
         {"entry_point": "Solution().f"},
@@ -309,7 +321,7 @@ RIGHT: dict[str, Row] = {
 IN_A_SANDBOX = {
     "prints the verdict", "leaves early", "at exit", "a thread that goes on", "kills the judge", "looks into the judge",
     "writes where the judge writes", "plants modules and tests", "plants modules that the tests import",
-    "called, says that it returned", "asserts", "noise while it loads and runs", "unittest",
+    "called, says that it returned", "a deep list", "asserts", "noise while it loads and runs", "unittest",
 }  # fmt: skip
 """What depends on the processes. All others run in forks of this one, where Python has been started already."""
 
