@@ -165,6 +165,8 @@ def sft(config: Path, sets: Sequence[str], *, plain: bool) -> int:
 
 
 def check(config: Path, sets: Sequence[str], *, probes: bool, **machines: Any) -> int:
+    if config.is_dir():
+        return _check_run(config, sets, probes=probes, **machines)
     target: Target | None = None
     if any(value is not None for value in machines.values()):
         from rondo.launch.check.target import described
@@ -192,6 +194,17 @@ def check(config: Path, sets: Sequence[str], *, probes: bool, **machines: Any) -
         if target is None:
             findings.append(memory_order())
     print_findings([finding for finding in findings if finding not in told])
+    return EXIT_USAGE if any(finding.level == "error" for finding in findings) else EXIT_DONE
+
+
+def _check_run(path: Path, sets: Sequence[str], **others: Any) -> int:
+    from rondo.launch.check.check import inspect_run
+    from rondo.launch.check.findings import print_findings
+    from rondo.runtime.errors import ConfigError
+
+    if sets or any(others.values()):
+        raise ConfigError("--set and other options must be left out with a run, whose files are looked at, got some")
+    print_findings(findings := inspect_run(path))
     return EXIT_USAGE if any(finding.level == "error" for finding in findings) else EXIT_DONE
 
 
@@ -280,7 +293,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     ):
         add(f"--{name}", metavar=name.upper(), help=text)
     verb("sft", sft, "Fine-tune on demonstrations only.", config, plain)
-    add = verb("check", check, "Look for what would go wrong; starts nothing of the run.", config)
+    add = verb("check", check, "Look for what would go wrong, or is broken in a run; starts nothing.", config)
     text = "try this machine too: disk, shared memory, limits, ports, devices, and the way between processes"
     add("--probe", dest="probes", action="store_true", help=text)
     machines = verbs.choices["check"].add_argument_group("other machines than this one", "what a run would take there")
@@ -317,8 +330,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add = verb("restart", _in(ask, "restart"), "Replace the replicas of a role, one after another.", elastic)
     add("roles", metavar="ROLE", nargs="+", help="rollout, actor, or any other; several one after another")
     add = verb("resume", _in("rondo.launch.train", "resume"), "Go on with a run from its newest checkpoint.", run)
-    _add_sets(add, "place roles otherwise than before: --set role_groups.1.processes=2")
-    text = "go on with data, packages or code that are not those the run began with"
+    _add_sets(add, "change a setting from there on: --set num_steps=200 (docs/resume.md)")
+    text = "go on with data, packages, code or settings that change what is learnt"
     add("--accept-changes", action="store_true", help=text)
     add("--reset-optimizer", action="store_true", help="with the weights alone: its moments and schedule begin anew")
     _add_checkpoint(add)

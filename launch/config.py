@@ -18,7 +18,7 @@ import re
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -26,12 +26,13 @@ from rondo.launch.alert.settings import AlertsConfig
 from rondo.launch.autoscale.decide import AutoscaleConfig
 from rondo.launch.groups import RoleGroup, RoleName
 from rondo.launch.track.settings import TrackerConfig
-from rondo.roles.config import JobConfig
+from rondo.roles.config import OF_RUN, JobConfig
 from rondo.roles.config.supervised import answers_are_not_measured
 from rondo.runtime.config import AdminConfig, PreemptionConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import confirm, load_file
 from rondo.runtime.section import (
+    FREE,
     FunctionRef,
     Section,
     explain,
@@ -47,19 +48,19 @@ from rondo.runtime.section import (
 class RunConfig(JobConfig):
     """A whole run: the job that the roles do, where they run, and what watches them."""
 
-    role_groups: tuple[RoleGroup, ...] = Field(min_length=1)
+    role_groups: Annotated[tuple[RoleGroup, ...], FREE] = Field(min_length=1)
     """Role groups: which roles share processes, how many of them, on what (`rondo.launch.modes` has functions that list them)."""
     roles: dict[RoleName, FunctionRef] = Field(default_factory=dict)
     """Classes in the place of ours, by the name of their role, most often derived from them."""
-    run_dir: Path = Path("runs")
+    run_dir: Annotated[Path, OF_RUN] = Path("runs")
     """The folder that holds run directories; relative to where the run is started."""
-    admin: AdminConfig = AdminConfig()
-    preemption: PreemptionConfig = PreemptionConfig()
-    autoscale: AutoscaleConfig | None = None
+    admin: Annotated[AdminConfig, FREE] = AdminConfig()
+    preemption: Annotated[PreemptionConfig, FREE] = PreemptionConfig()
+    autoscale: Annotated[AutoscaleConfig | None, FREE] = None
     """Changes the number of rollout replicas while the run goes on; None leaves it alone."""
-    alerts: AlertsConfig | None = None
+    alerts: Annotated[AlertsConfig | None, FREE] = None
     """Who is told at once of a start, an end, a crash or a stall."""
-    trackers: tuple[TrackerConfig, ...] = ()
+    trackers: Annotated[tuple[TrackerConfig, ...], FREE] = ()
     """Services that are told of the run's figures, by name or with settings of theirs."""
 
     def group_of(self, role: str) -> RoleGroup | None:

@@ -38,7 +38,7 @@ from rondo.launch.report.view import pairs, say
 from rondo.launch.rundir import checkpoint_of, existing_run, supervisor_record, write_json
 from rondo.roles.config import EvalConfig, EvalSet, benchmark
 from rondo.roles.config.evaluations import NAMES
-from rondo.runtime.checkpoints import MARKER, is_named
+from rondo.runtime.checkpoints import MARKER, has, is_named
 from rondo.runtime.errors import ConfigError, RondoError
 from rondo.runtime.processes.guard import module_command
 from rondo.runtime.section import nearest
@@ -165,15 +165,14 @@ def _meant(source: str, config: Path | None, checkpoint: str | None) -> Meant:
 @contextmanager
 def _weights(meant: Meant) -> Iterator[str]:
     """Where the model is. Weights of a checkpoint without a Hugging Face folder are written beside the runs while it lasts."""
-    if meant.checkpoint is None or (meant.checkpoint / "hf").is_dir():
+    if meant.checkpoint is None or has(meant.checkpoint, "hf"):
         yield meant.model if meant.checkpoint is None else str(meant.checkpoint / "hf")
         return
     parent = meant.settings.run_dir
     parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".weights-", dir=parent) as folder:
         out = Path(folder).resolve() / "hf"
-        run, _ = checkpoint_of(meant.checkpoint, None)
-        merged = ["--merged"] if adapters_of(run) is not None else []
+        merged = ["--merged"] if adapters_of(meant.checkpoint.parent.parent) is not None else []
         command = module_command("rondo.launch.cli", "export", str(meant.checkpoint), str(out), *merged)
         done = subprocess.run(command, capture_output=True, text=True, check=False)  # torch stays out of this process
         if done.returncode:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from rondo.comm.bus.evaluations import ASKED
-from rondo.launch.report.records import evaluation_figures, is_step, read_records
+from rondo.launch.report.records import evaluation_figures, is_step, read_metrics
 from rondo.launch.rundir import BEST, point, read_json, write_json
 from rondo.roles.config import AfterSaveConfig, BestConfig, TrainConfig
 from rondo.runtime.checkpoints import MARKER, complete, rotate, version_of
@@ -91,7 +91,7 @@ class Keeper:
         self._every = evaluates_every
         self._best: BestConfig | None = train.best
         self._values = Values(train.best.metric if train.best is not None else "")
-        for record in read_records(run / "metrics.jsonl") if train.best is not None else ():
+        for record in read_metrics(run / "metrics.jsonl") if train.best is not None else ():
             self._values.add(record)
         self._ending = False
         self._changed = asyncio.Event()

@@ -5,6 +5,8 @@ knows it. Where a resume accepts changes the parts, and the manifest with them, 
 
     runs/quickstart/manifest.json
       settings  digest of config.resolved.json
+      rules     digest of coordinator.json
+      changes   settings that a resume changed, and from which step on
       code      digest of each file; commit and diff (`git.diff`) of the repository that it was started in
       data      rows and digest of each set
       packages  versions of all that is installed, Python's, rondo's commit
@@ -19,8 +21,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rondo.comm.bus.serve import CONFIG as COORDINATOR_CONFIG
 from rondo.launch.code import copied, digest
-from rondo.launch.rundir import DIFF, PRIVATE, read_json, write_json
+from rondo.launch.rundir import CONFIG, DIFF, PRIVATE, changed_settings, read_json, write_json
 from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
 
 FILE = "manifest.json"
@@ -35,7 +38,9 @@ def gathered(run: Path, told: Mapping[str, Any] | None = None) -> dict[str, Any]
         "time": told["time"],
         "command": told["command"],
         "cwd": told["cwd"],
-        "settings": digest(run / "config.resolved.json"),
+        "settings": digest(run / CONFIG),
+        "rules": digest(run / COORDINATOR_CONFIG),
+        "changes": changed_settings(told),
         "code": {
             "files": {str(each.path.relative_to(run / "code")): each.digest for each in copied(run)},
             "local_modules": told.get("local_modules", {}),

@@ -24,10 +24,10 @@ from rondo.launch.progress import at_work
 from rondo.launch.report.compare import Comparison, compare, lines
 from rondo.launch.report.records import print_json, read_records
 from rondo.launch.report.view import say
-from rondo.launch.rundir import existing_run, owner
+from rondo.launch.rundir import checkpoint_of, existing_run, owner
 from rondo.roles.training.parts import linked
 from rondo.roles.training.trained_samples import steps_of
-from rondo.runtime.checkpoints import check_format, complete, folder_of, goes_on_from, resets, version_of
+from rondo.runtime.checkpoints import complete, folder_of, goes_on_from, resets, version_of
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision.nursery import Nursery
 from rondo.runtime.supervision.orders import EXIT_DONE, EXIT_FAILED
@@ -122,7 +122,7 @@ def settings_of(before: RunConfig, run: Path, begun: int, step: int) -> RunConfi
 def _link(run: Path, made: Path, version: int) -> None:
     """The checkpoint, and weights that do not change, so that the new run goes on from there."""
     source = folder_of(run / "checkpoints", version)
-    check_format(source)
+    checkpoint_of(source)
     for folder in (source, *(run / name for name in _WEIGHTS)):
         if folder.is_dir():
             shutil.rmtree(target := made / folder.relative_to(run), ignore_errors=True)

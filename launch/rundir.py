@@ -23,11 +23,13 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import struct
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,12 +38,13 @@ import orjson
 
 from rondo.launch.machine import machine, said_by
 from rondo.runtime import formats
-from rondo.runtime.checkpoints import MARKER, check_format, complete, newest_complete, version_of
+from rondo.runtime.checkpoints import MARKER, complete, newest_whole, set_broken_aside, verify, version_of
 from rondo.runtime.closing import Closing
-from rondo.runtime.errors import ConfigError
+from rondo.runtime.errors import ConfigError, CorruptData, RondoError
 from rondo.runtime.records.record import write_whole
 from rondo.runtime.records.telling import telling
 
+CONFIG, ENVIRONMENT = "config.resolved.json", "environment.json"
 FORMAT = "format.json"
 DIFF = "git.diff"
 """What files of the repository that a run was started in had that its commit does not."""
@@ -99,6 +102,13 @@ class RunDir(Closing):
             parent.mkdir(parents=True, exist_ok=True)
             while True:
                 path = parent / (name if number == 1 else f"{name}-{number}")
+                if (
+                    number > 1
+                    and (path / CONFIG).is_file()
+                    and read_json(path / CONFIG).get("name") != resolved.get("name")
+                ):
+                    number += 1  # it is of a run that is called so, which may be alive
+                    continue
                 path.mkdir(exist_ok=True)
                 made = cls(path, _claim(path))
                 if not made.config_json.exists():
@@ -130,7 +140,7 @@ class RunDir(Closing):
 
             shutil.move(code, self.path / FOLDER)
             (self.path / "config.py").symlink_to(Path(FOLDER, main_file(self.path / FOLDER)))
-        write_json(self.path / "environment.json", environment(self.path, around), PRIVATE)
+        write_json(self.path / ENVIRONMENT, environment(self.path, around), PRIVATE)
         if changes := _git_says("diff", "HEAD"):
             write_whole(self.path / DIFF, changes.encode()[:_DIFF_BYTES], PRIVATE)
         write_json(self.path / FORMAT, formats.stamp(formats.RUN))
@@ -147,7 +157,7 @@ class RunDir(Closing):
 
     @property
     def config_json(self) -> Path:
-        return self.path / "config.resolved.json"
+        return self.path / CONFIG
 
     @property
     def checkpoints(self) -> Path:
@@ -176,7 +186,7 @@ class RunDir(Closing):
 
 def existing_run(path: Path) -> Path:
     """The real path of a run directory. ConfigError when there is none, or a newer release made it."""
-    if not (path / "config.resolved.json").is_file():
+    if not (path / CONFIG).is_file():
         parent = path.parent
         runs = sorted(found.parent.name for found in parent.glob("*/config.resolved.json")) if parent.is_dir() else []
         known = f"Runs in {parent}: {', '.join(runs)}" if runs else f"There are no runs in {parent}"
@@ -188,8 +198,9 @@ def existing_run(path: Path) -> Path:
 
 
 def checkpoint_of(source: Path, name: str | None = None) -> tuple[Path, Path]:
-    """(run, whole checkpoint): of the run `source` the newest, or the one that `name` says, "best" or "step_000050"; or the
-    checkpoint that `source` is. ConfigError where there is none, or only a newer release can read it."""
+    """(run, checkpoint): of the run `source` the newest whole one, or the one that `name` says, "best" or "step_000050"; or the
+    checkpoint that `source` is. Its files are what was written. ConfigError where there is none, or only a newer release can read
+    it."""
     if (source / MARKER).is_file():
         if name is not None:
             raise ConfigError(
@@ -201,32 +212,48 @@ def checkpoint_of(source: Path, name: str | None = None) -> tuple[Path, Path]:
         run = existing_run(source)
         checkpoints = run / "checkpoints"
         if name is None:
-            found = newest_complete(checkpoints)
-        else:
-            found = next((each for each in complete(checkpoints) if name in (each.name, str(version_of(each)))), None)
-            if name == BEST and (run / BEST / MARKER).is_file():
-                found = (run / BEST).resolve()
-        if found is None and name is None:
-            raise ConfigError(f"RUN must have a whole checkpoint, got {run} without one. Wait for it to save")
+            broken: list[CorruptData] = []
+            found = newest_whole(checkpoints, lambda _, error: broken.append(error))
+            lines = [f"passed over: {error}" for error in broken]
+            if found is None:
+                text = f"RUN must have a whole checkpoint, got {run} without one. Wait for it to save"
+                raise ConfigError("\n".join([text, *lines]))
+            for line in lines:
+                print(line, file=sys.stderr)
+            return run, found
+        found = next((each for each in complete(checkpoints) if name in (each.name, str(version_of(each)))), None)
+        if name == BEST and (run / BEST / MARKER).is_file():
+            found = (run / BEST).resolve()
         if found is None:
             known = [each.name for each in complete(checkpoints)] + [BEST] * (run / BEST).exists()
             raise ConfigError(
                 f"--checkpoint must name one of {', '.join(known) or 'none'} of {run}, got {name!r}. Name another"
             )
     assert found is not None
-    check_format(found)
+    try:
+        verify(found)
+    except CorruptData as error:
+        raise ConfigError(str(error)) from error
     return run, found
 
 
+def whole_to_go_on_from(run: Path, say: Callable[[str], object]) -> Path | None:
+    """The newest checkpoint of `run` whose files are what was written; newer ones are set aside, a line each. For the owner of
+    the run directory."""
+
+    def set_aside(folder: Path, error: CorruptData) -> None:
+        say(f"set aside as {set_broken_aside(folder).relative_to(run)}: {error}")
+
+    return newest_whole(run / "checkpoints", set_aside)
+
+
 def newest_run(parent: Path, name: str) -> Path | None:
-    """The run directory of a name with the greatest number: of `demo` and `demo-2`, the second. None where there is none."""
-    numbers = {1: parent / name} | {
-        int(path.name.removeprefix(f"{name}-")): path
-        for path in parent.glob(f"{name}-*")
-        if path.name.removeprefix(f"{name}-").isdecimal()
-    }
-    runs = [path for _, path in sorted(numbers.items()) if (path / "config.resolved.json").is_file()]
-    return runs[-1] if runs else None
+    """The run directory of the run `name` that was started last: of `demo` and `demo-2` the second, where that is another start
+    of `demo` by the name in its settings, and no run that is called demo-2. None where there is none."""
+    numbered = re.compile(rf"{re.escape(name)}(-[1-9]\d*)?", re.ASCII)
+    runs = [path for path in parent.glob("*/") if numbered.fullmatch(path.name) and not path.is_symlink()]
+    runs = [path for path in runs if (path / CONFIG).is_file() and read_json(path / CONFIG).get("name") == name]
+    return max(runs, key=lambda path: read_json(path / ENVIRONMENT).get("time", 0.0), default=None)
 
 
 def owner(path: Path) -> int | None:
@@ -252,6 +279,21 @@ def supervisor_record(path: Path) -> SupervisorRecord | None:
     return record if record.pid == owner(path) and Path(record.token_path).exists() else None
 
 
+@contextmanager
+def readable(path: Path) -> Iterator[None]:
+    """ConfigError for a file of a run directory that cannot be read, or is not what the run wrote, in the place of whatever
+    reading it in the body raises."""
+    try:
+        yield
+    except RondoError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, OSError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path} must be as the run wrote it, got {type(error).__name__}: {error}. Start another run, or put a copy of the "
+            "file there"
+        ) from error
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file of a run directory. ConfigError where there is none, or not a whole one."""
     try:
@@ -264,6 +306,15 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ConfigError(f"{path} must be a JSON object, got {type(found).__name__}. Start another run")
     return found
+
+
+def changed_settings(environment: Mapping[str, Any]) -> dict[str, str]:
+    """What resumes changed, as an environment.json says: "train.lr (step 40)" -> "0.001 -> 0.0005"."""
+    return {
+        f"{name} (step {each['version']})": f"{was} -> {now}"
+        for each in environment.get("changes", ())
+        for name, (was, now) in each["settings"].items()
+    }
 
 
 def write_json(path: Path, data: Any, mode: int = 0o644) -> None:

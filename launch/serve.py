@@ -27,9 +27,10 @@ from typing import Any
 import uvloop
 
 from rondo.launch.progress import at_work
+from rondo.launch.rundir import checkpoint_of
 from rondo.runtime.admin.tls import server_context
 from rondo.runtime.admin.tokens import read_token_file
-from rondo.runtime.checkpoints import newest_complete
+from rondo.runtime.checkpoints import has
 from rondo.runtime.config import is_loopback
 from rondo.runtime.errors import ConfigError
 
@@ -71,10 +72,8 @@ def model_folder(model: str) -> str:
     run = Path(model)
     if not (run / "config.resolved.json").is_file():
         return model
-    checkpoint = newest_complete(run / "checkpoints")
-    if checkpoint is None:
-        raise ConfigError(f"MODEL must be a run with a whole checkpoint, got {run} without one. Wait for it to save")
-    if not (checkpoint / "hf").is_dir():
+    _, checkpoint = checkpoint_of(run)
+    if not has(checkpoint, "hf"):
         raise ConfigError(
             f"MODEL must be a run whose newest checkpoint has a Hugging Face folder, got {checkpoint} without: it was saved "
             f"during the run, or is of adapters. Write one: `rondo export {run} OUT`, with --merged for adapters"

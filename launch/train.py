@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import os
+import shlex
 import shutil
 import signal
 import socket
@@ -37,11 +38,12 @@ from rondo.launch.check.findings import Facts
 from rondo.launch.code import FOLDER, as_kept, belonging_to, take
 from rondo.launch.config import RunConfig, counted, override, resolve, unresolve
 from rondo.launch.dashboard import behind
-from rondo.launch.differences import accept, differences, refuse
+from rondo.launch.differences import accept, check_files, differences, refuse
 from rondo.launch.elastic.room import PREPARED
 from rondo.launch.elastic.routes import mount
 from rondo.launch.elastic.scaler import Scaler
 from rondo.launch.keeping import Keeper
+from rondo.launch.manifest import parted
 from rondo.launch.plan import coordinator_config, first_devices, group_specs, model_modules
 from rondo.launch.preemption import watch, within_s
 from rondo.launch.progress import at_work
@@ -52,18 +54,30 @@ from rondo.launch.report.plot import EXIT_UNDRAWN
 from rondo.launch.report.steps import Records
 from rondo.launch.report.summary import Summary, print_table, read, summarize, write
 from rondo.launch.report.view import open_view, say
-from rondo.launch.rundir import RunDir, checkpoint_of, existing_run, newest_run, owner, read_json, write_json
+from rondo.launch.rundir import (
+    ENVIRONMENT,
+    PRIVATE,
+    RunDir,
+    checkpoint_of,
+    existing_run,
+    newest_run,
+    owner,
+    read_json,
+    whole_to_go_on_from,
+    write_json,
+)
 from rondo.launch.track.beside import Beside
 from rondo.models.config import ModelConfig
 from rondo.roles.data.fingerprints import FILE as FINGERPRINTS
 from rondo.runtime.admin.endpoint import AdminServer, listen
 from rondo.runtime.admin.openapi import QUERY
-from rondo.runtime.checkpoints import goes_on_from, newest_complete, set_aside, version_of
+from rondo.runtime.checkpoints import goes_on_from, newest_complete, set_aside, verify, version_of
 from rondo.runtime.errors import ConfigError, RondoError, shortage
 from rondo.runtime.processes.guard import module_command
 from rondo.runtime.records import timeline
 from rondo.runtime.records.record import JsonLines
 from rondo.runtime.records.telling import PROCESS, tell_every, telling
+from rondo.runtime.section import Change, changes, references, show_value
 from rondo.runtime.supervision.nursery import Nursery
 from rondo.runtime.supervision.orders import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REQUEUE
 from rondo.runtime.supervision.spec import GroupSpec, Outcome, SupervisorConfig, role_modules
@@ -73,8 +87,6 @@ _PLOT_LIMIT_S = 120.0
 _STEPS_S = 2.0
 MODEL, TEACHERS, JUDGES = "model", "teachers", "judges"
 """Where a model that a function builds lies in the run directory; each such teacher below, by its name; such a judge."""
-_PLACES = ("role_groups", "supervision", "admin", "preemption", "autoscale", "trackers", "alerts")
-"""Settings that say where and under whose eyes a run works, and not what it trains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,24 +155,28 @@ def resume(
     checkpoint: str | None = None,
 ) -> int:
     """Go on with the run at `path` from its newest whole checkpoint, or an older one by its name, under the next attempt. `sets`:
-    other places for roles. reset_optimizer: with the weights alone, as if the optimizer and its schedule began there.
+    settings that are other ones from there on. reset_optimizer: with the weights alone, as if the optimizer and its schedule
+    began there.
 
-    ConfigError when data, packages or code are not those that the run has, unless `accept_changes`.
+    ConfigError when data, packages or code are not those that the run has, or settings change what is learnt, unless
+    `accept_changes`; and for settings that cannot change.
     """
     with RunDir.claim(path) as run, Nursery() as nursery:
-        if newest_complete(run.checkpoints) is None:
+        found = whole_to_go_on_from(run.path, say) if checkpoint is None else checkpoint_of(run.path, checkpoint)[1]
+        if found is None:
             raise ConfigError(
                 f"RUN must have a whole checkpoint to go on from, got none in {run.checkpoints}. "
                 "Start it again with `rondo train`; set train.save_every to have checkpoints earlier."
             )
-        _, found = checkpoint_of(run.path, checkpoint)
+        if not verify(found, ()):
+            say(f"{found.name} is of an older release and has no digests: its files are taken as they are")
         config = settings_of(run.path)
-        read_json(run.path / PREPARED)
+        check_files(run.path)
         work_where_it_began(run.path)
         _compare(config, run, accept_changes=accept_changes)
         config = settings_of(run.path)  # other rows that were accepted make other steps
         if sets:
-            config = _placed_anew(config, run, sets, nursery)
+            config = _changed(config, run, sets, nursery, version_of(found), accept_changes=accept_changes)
         with listen(config.admin) as admin:
             for newer in set_aside(run.checkpoints, version_of(found)):
                 say(f"set aside: {newer}")
@@ -201,16 +217,20 @@ def work_where_it_began(run: Path) -> None:
         ) from error
 
 
-def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str], nursery: Nursery) -> RunConfig:
-    """The run's settings with its roles in other places, written down for its processes. What is trained, and the roles that a
-    checkpoint knows, stay."""
-    for text in sets:
-        if text.partition("=")[0].split(".")[0] not in _PLACES:
-            raise ConfigError(
-                f"--set of `rondo resume` must say where the run goes on ({', '.join(_PLACES)}), got {text!r}. "
-                "What is trained stays: start another run with `rondo train`"
-            )
+def _changed(
+    config: RunConfig, run: RunDir, sets: Sequence[str], nursery: Nursery, version: int, *, accept_changes: bool
+) -> RunConfig:
+    """The run's settings with the changes `sets`, from `version` on, written down for its processes and in the run's
+    environment.json. ConfigError for changes that are not accepted, or never can be."""
     changed = override(config, sets)
+    found = list(changes(config, changed))
+    if config.own is not None and any(text.partition("=")[0].strip() == "num_steps" for text in sets):
+        raise ConfigError(
+            f"num_steps must be left to {config.job}.steps or {config.job}.epochs with job {config.job!r}, got it. Set that one"
+        )
+    if not found:
+        return config
+    _refuse(found, changed, run.path, sets, accept_changes=accept_changes)
     before, after = ({role for group in each.role_groups for role in group.roles} for each in (config, changed))
     if before != after:
         raise ConfigError(
@@ -218,14 +238,61 @@ def _placed_anew(config: RunConfig, run: RunDir, sets: Sequence[str], nursery: N
             "Its checkpoint knows these alone"
         )
     with tempfile.TemporaryDirectory(prefix="rondo-check-") as folder:
-        facts = require(changed, Path(folder), nursery, say)
-    assert facts.num_rows is not None
+        here = changed.model_copy(update={"name": run.path.name, "run_dir": run.path.parent})
+        facts = require(here, Path(folder), nursery, say)
+    assert facts.num_rows is not None and facts.fingerprints is not None
+    changed = counted(changed, facts.num_rows)
+    if changed.num_steps < version:
+        raise ConfigError(
+            f"num_steps must be at least the {version} steps that are trained, got {changed.num_steps}. Raise it, or go back "
+            "with --checkpoint"
+        )
     prepared = read_json(run.path / PREPARED)
     write_json(run.path / PREPARED, prepared | {"first_devices": first_devices(changed.role_groups)})
     rules = coordinator_config(changed, facts.num_rows, routed_bytes(changed, facts.shape))
     write_json(run.path / COORDINATOR_CONFIG, rules)
-    run.write_settings(resolve(as_kept(changed, run.path)))
+    write_json(run.path / FINGERPRINTS, read_json(run.path / FINGERPRINTS) | facts.fingerprints)
+    told = read_json(run.path / ENVIRONMENT)
+    was, now = resolve(as_kept(config, run.path)), resolve(as_kept(changed, run.path))
+    made = {"time": time.time(), "version": version, "settings": {name: pair for name, *pair in parted(was, now)}}
+    write_json(run.path / ENVIRONMENT, told | {"changes": [*told.get("changes", ()), made]}, PRIVATE)
+    run.write_settings(now)
+    manifest.write(run.path)
+    for change in found:
+        say(f"changed from step {version} on: {change}")
     return changed
+
+
+def _refuse(
+    found: Sequence[Change], config: RunConfig, run: Path, sets: Sequence[str], *, accept_changes: bool
+) -> None:
+    another = "start another run with `rondo train`, from its weights by model.path and `rondo export`"
+    if stays := [each for each in found if each.on_resume.kind == "fixed"]:
+        raise ConfigError(
+            "\n".join(
+                f"{each.path} must stay {show_value(each.was)} in a run that goes on, since {each.on_resume.why}, got "
+                f"{show_value(each.now)}. Leave it out, or {another}"
+                for each in stays
+            )
+        )
+    trained = ("train", "critic") if config.own is None else (config.job,)
+    for path, reference in references(config):
+        file = reference.partition(":")[0]
+        if file.endswith(".py") and run / FOLDER not in Path(file).absolute().parents:
+            raise ConfigError(
+                f"{path} must be a function of the run's own code, {run / FOLDER}, or of a package, got {reference!r}. Put the "
+                f"file there, or {another}"
+            )
+    falls = [name for name in trained if getattr(getattr(config, name), "schedule", "constant") != "constant"]
+    learnt = [each for each in found if each.on_resume.kind == "learnt" or (falls and each.on_resume.kind == "length")]
+    if learnt and not accept_changes:
+        lines = "".join(f"\n  {each}" for each in learnt)
+        why = "" if not falls else f" (the learning rate of {' and '.join(falls)} falls until the last step)"
+        command = " ".join(shlex.quote(text) for each in sets for text in ("--set", each))
+        raise ConfigError(
+            f"settings must not change what a run learns without being accepted, got {len(learnt)}{why}:{lines}\n"
+            f"Go on with them: `rondo resume {run} {command} --accept-changes`; or leave them out, or {another}"
+        )
 
 
 def _run(
@@ -505,7 +572,22 @@ def _supervisor_config(
         kill=options.kill,
         finds_state=config.train.hot_snapshot,
         can_restart_globally=lambda: not options.trains or newest_complete(run.checkpoints) is not None,
+        find_state=lambda: not options.trains or _falls_back(run.path),
     )
+
+
+def _falls_back(run: Path) -> bool:
+    """Whether a run in which nothing works any more has a whole checkpoint, from which it then goes on."""
+
+    def tell(text: str) -> None:
+        say(text)
+        with JsonLines(run / "events.jsonl") as events:
+            events.write({"kind": "checkpoint_set_aside", "source": "supervisor", "why": text})
+
+    found = whole_to_go_on_from(run, tell)
+    if found is not None:
+        goes_on_from(run, version_of(found))
+    return found is not None
 
 
 def _by_role(counts: Mapping[str, int]) -> dict[str, int]:

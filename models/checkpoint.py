@@ -2,7 +2,8 @@
 
 Owns what lies in such a folder. Does not own which checkpoints count, their names and rotation (`runtime/checkpoints.py`), nor
 what belongs to the state (`state.py`). torch's distributed checkpoint writes the shards and reshards them; its metadata, which
-it pickles, is read only from folders that carry the marker.
+it pickles, is read only from folders that carry the marker. Every rank computes the digests of the files that it wrote; a load
+compares them, each rank a share.
 
 Invariants: a folder is written aside, flushed, marked and then renamed; so whoever is killed when, what counts is whole. A saving
 that fails on one rank fails on all, leaves nothing behind, and raises `NoRoom` on all where it failed for want of room: whoever
@@ -49,7 +50,19 @@ from rondo.models.names import (
 from rondo.models.published import weights_on_first
 from rondo.models.state import named_tensors, options, random_states, set_options, set_random_states
 from rondo.models.value_head import give_value_head, value_head_of
-from rondo.runtime.checkpoints import MARKER, NoRoom, check_format, flush, flush_tree, free_bytes, is_full, publish
+from rondo.runtime.checkpoints import (
+    NoRoom,
+    digests,
+    files_of,
+    flush,
+    flush_tree,
+    free_bytes,
+    has,
+    is_full,
+    mark_again,
+    publish,
+    verify,
+)
 from rondo.runtime.errors import CorruptData, PeerGone, RondoError
 from rondo.runtime.memory.to_host import to_host
 
@@ -143,8 +156,9 @@ def save(
 def add_result(folder: Path, model: Any, tokenizer_path: str, *, group: dist.ProcessGroup | None = None) -> None:
     """What `save` adds with `tokenizer_path`, to a checkpoint that lacks it (collective). Raises NoRoom."""
     export, name = (write_adapter_folder, ADAPTER) if _leaves_adapter(model) else (export_hf, HF)
-    if not (folder / name).exists():
+    if not has(folder, name):
         export(folder / name, model, tokenizer_path, group=group)
+        _Ranks(group, folder).first(functools.partial(mark_again, folder))
 
 
 def _leaves_adapter(model: Any) -> bool:
@@ -169,6 +183,7 @@ def _write(
     aside = _aside(folder)
     ranks = _Ranks(group, folder.parent)
     ranks.needed_bytes = int(ranks.sum(_local_bytes(staged.tensors))) + num_bytes
+    written: dict[str, tuple[int, str]] = {}
 
     def begin() -> None:
         for left in folder.parent.glob(_aside(folder.with_name("step_*")).name):
@@ -180,12 +195,19 @@ def _write(
         if beside is not None:
             beside(aside)
 
+    def digest() -> None:
+        """Of what this rank wrote."""
+        mine = (aside / SHARDS).glob(f"__{_rank()}_*")
+        written.update(digests(aside, (path.relative_to(aside).as_posix() for path in mine)))
+
     with _removed_after_a_failure(aside):
         ranks.first(begin)
         ranks.all(functools.partial(_write_shards, aside / SHARDS, staged.tensors, group))
+        ranks.all(digest)
+        known = {name: of for part in ranks.gathered(orjson.dumps(written)) for name, of in orjson.loads(part).items()}
         if by_all is not None:
             ranks.all(functools.partial(by_all, aside))
-        ranks.first(functools.partial(publish, aside, folder))
+        ranks.first(functools.partial(publish, aside, folder, known))
 
 
 def _write_shards(folder: Path, tensors: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None) -> None:
@@ -235,17 +257,30 @@ class _Ranks:
         dist.all_reduce(shared, group=self._group)
         return float(shared)
 
+    def gathered(self, data: bytes) -> list[bytes]:
+        """The bytes of every rank, in their order."""
+        if not dist.is_initialized():
+            return [data]
+        sizes = torch.zeros(_num_ranks(), dtype=torch.int64)
+        sizes[_rank()] = len(data)
+        dist.all_reduce(sizes, group=self._group)
+        parts = torch.zeros(int(sizes.sum()), dtype=torch.uint8).split(sizes.tolist())
+        parts[_rank()].copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        whole = torch.cat(parts)
+        dist.all_reduce(whole, group=self._group)
+        return [bytes(part.numpy()) for part in whole.split(sizes.tolist())]
+
     def look_for_room(self) -> None:
         """NoRoom where the whole cannot fit, before anything of it is written."""
         free = free_bytes(self._place)
         if free < self.needed_bytes:
             raise NoRoom(self._place, self.needed_bytes, free)
 
-    def first(self, work: Callable[[], None]) -> None:
+    def first(self, work: Callable[[], object]) -> None:
         """`work` on the first rank, as `all` does."""
         self.all(work if _rank() == 0 else lambda: None)
 
-    def all(self, work: Callable[[], None]) -> None:
+    def all(self, work: Callable[[], object]) -> None:
         """`work` on every rank; what one of them raises is an error on all, and want of room goes before anything else."""
         failed: Exception | None = None
         try:
@@ -261,7 +296,9 @@ class _Ranks:
             self.sum(True)
             raise failed
         if self.sum(False) > 0:
-            raise PeerGone(f"{self._place} must be written by all ranks, got an error on another one. See its log")
+            raise PeerGone(
+                f"{self._place} must be written, or read, by all ranks, got an error on another one. See its log"
+            )
 
 
 @contextmanager
@@ -275,13 +312,18 @@ def _removed_after_a_failure(aside: Path) -> Iterator[None]:
         raise
 
 
-def load(folder: Path, model: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Put the checkpoint `folder` into model and optimizer, in place, and return its `extra`. Collective when sharded.
+def load(
+    folder: Path, model: Any, optimizer: torch.optim.Optimizer, *, group: dist.ProcessGroup | None = None
+) -> dict[str, Any]:
+    """Put the checkpoint `folder` into model and optimizer, in place, and return its `extra`. Collective when sharded, on the CPU
+    over `group`.
 
     It may come from another number of processes; only the random states, which belong to a rank, are then left as they are.
-    Raises CorruptData for a checkpoint without its marker, or of another model, and ConfigError for one of a newer release.
+    Raises CorruptData for a checkpoint that is not as it was written, or of another model, and ConfigError for one of a newer
+    release.
     """
-    _check_whole(folder)
+    compare = functools.partial(verify, folder, (f"{SHARDS}/", TRAINER, EXTRA), _rank(), _num_ranks())
+    _Ranks(group, folder).all(compare)
     trainer = orjson.loads((folder / TRAINER).read_bytes())
     tensors, randoms = named_tensors(model, optimizer), {}
     if trainer["num_ranks"] == _num_ranks():
@@ -359,9 +401,9 @@ def _replace(folder: Path, write: Callable[[Path], None], num_bytes: int, group:
 
 def read_weights(folder: Path, weights: Mapping[str, torch.Tensor]) -> None:
     """Fill `weights` (names in memory, on the CPU) out of the checkpoint `folder`, in one process. CorruptData for one that has
-    not all of them, or others."""
+    not all of them, or others. Whoever chose the checkpoint has compared its digests."""
     found = {f"model.{name}": tensor for name, tensor in weights.items()}
-    _check_whole(folder)
+    files_of(folder)
     _check(folder, found, "model.")
     with _single_process_allowed():
         dcp.load(found, checkpoint_id=folder / SHARDS)
@@ -372,9 +414,9 @@ def export(folder: Path, out: Path, model_path: str, *, dtype: str = "float32", 
     and the tokenizer of `model_path`: in one process, which holds a file of it at a time and never a model. scores: they are a
     reward model's.
 
-    Raises CorruptData like `load`, and NoRoom.
+    Whoever chose the checkpoint has compared its digests. Raises CorruptData for one of another model, and NoRoom.
     """
-    _check_whole(folder)
+    files_of(folder)
     model = empty_model(model_path)
     model.generation_config = generation_config(model_path) or model.generation_config
     if scores:
@@ -420,12 +462,6 @@ def _write_hf(
     finally:
         for _ in tensors:
             pass  # what this rank sends, or what is sent to one that could not write
-
-
-def _check_whole(folder: Path) -> None:
-    if not (folder / MARKER).is_file():
-        raise CorruptData(f"a checkpoint must carry its {MARKER} marker, got {folder} without. Choose a whole one")
-    check_format(folder)
 
 
 def _check(folder: Path, tensors: Mapping[str, torch.Tensor], of: str = "") -> None:

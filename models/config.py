@@ -12,18 +12,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from rondo.runtime.errors import ConfigError
-from rondo.runtime.section import FunctionRef, Section
+from rondo.runtime.section import FunctionRef, Section, fixed
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Attn = Literal["auto", "sdpa", "eager", "flash_attention_2", "flex_attention"]
 ALL_LINEAR = "all-linear"
 GGUF = "rondo.models.gguf:build"
 """What writes the folder of a `model.path` that ends so."""
+
+
+_OF_MODEL = fixed("its checkpoint holds the tensors of that model")
 
 
 class MeshConfig(Section):
@@ -93,11 +96,11 @@ class LoraConfig(Section):
 class ModelConfig(Section):
     """The policy as it is before the first step."""
 
-    path: str | None = None
+    path: Annotated[str | None, _OF_MODEL] = None
     """A Hugging Face folder, the name of one on the hub, or a GGUF file, of which the run writes such a folder."""
-    build: FunctionRef | None = None
+    build: Annotated[FunctionRef | None, _OF_MODEL] = None
     """Or a function `build(folder: Path, **build_args)` that writes such a folder: config, tokenizer and weights."""
-    build_args: dict[str, Any] = Field(default_factory=dict)
+    build_args: Annotated[dict[str, Any], _OF_MODEL] = Field(default_factory=dict)
     """What `build` is called with, by name."""
     dtype: Dtype = "auto"
     """Of the weights that engines serve; "auto" is bfloat16 where the rollout has devices, else float32. Training keeps float32

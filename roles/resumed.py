@@ -32,6 +32,7 @@ from rondo.comm.bus.group import INFO, LIVE, REWARD, Group
 from rondo.comm.ring.records import Column
 from rondo.comm.ring.views import Views
 from rondo.roles.streams import BASE_COLUMNS, ROLLOUT_COLUMNS, WORDS
+from rondo.runtime.checkpoints import has, newest_complete, verify
 from rondo.runtime.errors import CorruptData
 from rondo.runtime.memory.segments import NoSuchSegment
 
@@ -104,6 +105,15 @@ class KeptSamples:
         self._by_group: dict[int, list[KeptRow]] = {}
         for row in kept:
             self._by_group.setdefault(row.group, []).append(row)
+
+    @classmethod
+    def of_newest(cls, checkpoints: Path, names: Sequence[str] = BASE_COLUMNS) -> KeptSamples:
+        """Read those of the newest checkpoint, once the file is compared with its digest. Raises CorruptData."""
+        folder = newest_complete(checkpoints)
+        if folder is None or not has(folder, FILE):
+            return cls()
+        verify(folder, (FILE,))
+        return cls.read(folder, names)
 
     @classmethod
     def read(cls, folder: Path | None, names: Sequence[str] = BASE_COLUMNS) -> KeptSamples:

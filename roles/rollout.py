@@ -55,7 +55,6 @@ from rondo.roles.sampling.teaching import Teaching
 from rondo.roles.sampling.workflow import open_workflow
 from rondo.roles.serve.endpoint import endpoint
 from rondo.roles.streams import base_columns
-from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.sandbox.sandbox import use
 from rondo.runtime.waits import totals, until
 from rondo.runtime.worker.context import WorkerContext
@@ -146,8 +145,8 @@ class RolloutRole:
                         workflow = agents
                     else:
                         workflow = await ctx.compute(open_workflow, config.rollout.workflow)
-                    newest = newest_complete(ctx.run_dir / "checkpoints")
-                    kept = await asyncio.to_thread(KeptSamples.read, newest, base_columns(config))
+                    checkpoints = ctx.run_dir / "checkpoints"
+                    kept = await asyncio.to_thread(KeptSamples.of_newest, checkpoints, base_columns(config))
                     await replica.open(pools)
                     self._groups = groups = self.open_groups(
                         ctx, job, replica.engine, tokenizer, stops, rows, order, kept, self._rewards,

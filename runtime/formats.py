@@ -18,8 +18,8 @@ from rondo.runtime.errors import ConfigError
 
 RUN = 1
 """Of a run directory: `format.json`."""
-CHECKPOINT = 1
-"""Of a checkpoint: its marker."""
+CHECKPOINT = 2
+"""Of a checkpoint: its marker. Since format 2 it has the digest of every file."""
 JOURNAL, OLDEST_JOURNAL = 7, 3
 """Of the coordinator's journal and the dumps of its index: today's, and the oldest that is read. Since format 4 a put is
 journalled as its record's own bytes, before, field by field; since 5 the journal says which step a trainable role was told to

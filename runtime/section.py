@@ -19,8 +19,9 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from types import FunctionType, UnionType
-from typing import Annotated, Any, ClassVar, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import (
     BaseModel,
@@ -38,6 +39,30 @@ from rondo.runtime.reference import as_reference
 _REFERENCE = BeforeValidator(as_reference)
 FunctionRef = Annotated[str, _REFERENCE]
 """A function in the settings: given as the function itself or as 'module:function' / 'file.py:function', kept as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class OnResume:
+    """Marks what a run that goes on may do with a setting, beside its definition: `Annotated[int, FREE]`. All settings of a
+    section that is marked have its mark; one without any is `LEARNT`."""
+
+    kind: Literal["free", "length", "learnt", "fixed"]
+    why: str = ""
+    """Of one that stays as it is."""
+
+
+FREE = OnResume("free")
+"""May change: it does not say what is learnt."""
+LENGTH = OnResume("length")
+"""Says how long a run is: may change, unless a learning rate falls until the last step."""
+LEARNT = OnResume("learnt")
+"""Changes what is learnt from there on, and is to be accepted."""
+
+
+def fixed(why: str) -> OnResume:
+    """Stays as it is: `why` what was trained cannot be used with another value."""
+    return OnResume("fixed", why)
+
 
 _SHOWN_CHARACTERS = 80
 _SHOWN_NAMES = 12
@@ -148,6 +173,32 @@ def with_references(section: _Model, change: Callable[[str, str], str], prefix: 
         if made is not value:
             changes[name] = made
     return section.model_copy(update=changes) if changes else section
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting that is another one than it was."""
+
+    path: str
+    was: Any
+    now: Any
+    on_resume: OnResume
+
+    def __str__(self) -> str:
+        return f"{self.path} was {show_value(self.was)}, and is {show_value(self.now)}"
+
+
+def changes(before: Any, after: Any, on_resume: OnResume | None = None, path: str = "") -> Iterator[Change]:
+    """Every setting that differs between two trees of settings, with what a resume may do with it."""
+    if isinstance(before, Section) and type(before) is type(after):
+        for name, field in type(before).model_fields.items():
+            mark = on_resume or next((each for each in field.metadata if isinstance(each, OnResume)), None)
+            yield from changes(getattr(before, name), getattr(after, name), mark, f"{path}.{name}".lstrip("."))
+    elif isinstance(before, dict) and isinstance(after, dict):
+        for name in dict.fromkeys([*before, *after]):
+            yield from changes(before.get(name), after.get(name), on_resume, f"{path}.{name}")
+    elif before != after:
+        yield Change(path, before, after, on_resume or LEARNT)
 
 
 def explain(

@@ -16,7 +16,7 @@ from rondo.comm.bus.coordinator import Coordinator
 from rondo.comm.bus.index import Index
 from rondo.comm.bus.journal import Journal
 from rondo.comm.bus.transitions import CoordinatorConfig
-from rondo.runtime.checkpoints import newest_complete
+from rondo.runtime.checkpoints import newest_complete, verify
 from rondo.runtime.records.telling import tell_every
 from rondo.runtime.worker.membership import Membership
 from rondo.runtime.worker.service import answer, main
@@ -47,6 +47,8 @@ def open_index(config: CoordinatorConfig, journal: Journal, run_dir: Path, attem
         index.news()
         if not journal.empty and index.attempt == attempt:
             return index, ledger
+    if checkpoint is not None:
+        verify(checkpoint, ("index.json",))
     kept = orjson.loads((checkpoint / "index.json").read_bytes()) if checkpoint is not None else {}
     state = kept.get("index") or Index(rules).dump()  # one of a job without samples has none
     index = Index.load(rules, state, checkpoint)

@@ -20,7 +20,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ import orjson
 
 from rondo.launch.alert.rules import LIFE, OURS, Recent, Rule
 from rondo.launch.alert.settings import AlertsConfig, addresses, hush, services, why_not
-from rondo.launch.report.records import is_record, is_step
+from rondo.launch.report.records import goes_back_to, is_record, is_step
 from rondo.launch.rundir import existing_run, read_json, write_json
 from rondo.launch.track.follow import PERIOD_S, Over, beside, cursor, over_without_owner
 from rondo.runtime.errors import ConfigError
@@ -78,12 +78,24 @@ class Alerts:
         self._steps: deque[dict[str, Any]] = deque(maxlen=_STEPS)
         back = Tail(run / _METRICS, max(0, read[_METRICS] - _BACK_BYTES))
         lines = back.read(read[_METRICS] - back.offset) if read[_METRICS] else []
-        self._steps.extend(filter(is_step, read_lines(lines[back.offset > _BACK_BYTES :], run / _METRICS, is_record)))
+        self._add(read_lines(lines[back.offset > _BACK_BYTES :], run / _METRICS, is_record))
+
+    def _add(self, records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Takes the steps among `records`, which it returns, in the place of those that the run went back behind."""
+        found = list[dict[str, Any]]()
+        for record in records:
+            newest = self._steps[-1]["step"] + 1 if self._steps else 0
+            if (back := goes_back_to(record, newest)) is not None:
+                for steps in (self._steps, found):
+                    while steps and steps[-1]["step"] >= back:
+                        steps.pop()
+            for steps in (self._steps, found) if is_step(record) else ():
+                steps.append(record)
+        return found
 
     def look(self, *, is_over: bool = False) -> None:
         """At what has come, and to whom it is to be told; what is not taken is tried again later, the longer the later."""
-        events, steps = list(self._new(_EVENTS)), [each for each in self._new(_METRICS) if is_step(each)]
-        self._steps.extend(steps)
+        events, steps = list(self._new(_EVENTS)), self._add(self._new(_METRICS))
         if self._is_new:  # what was before this life of the run is nobody's news
             begun = max((at for at, each in enumerate(events) if each["kind"] == "started"), default=0)
             events, self._is_new = events[begun:], False

@@ -42,10 +42,11 @@ from rondo.launch.check.target import (
     tell_hosts,
 )
 from rondo.launch.config import RunConfig, resolve
+from rondo.launch.differences import check_files
 from rondo.launch.groups import TRAINED
 from rondo.launch.machine import folder_problem, num_cores, port_problem, show_bytes
 from rondo.launch.progress import at_work
-from rondo.launch.rundir import owner
+from rondo.launch.rundir import existing_run, owner
 from rondo.launch.track.settings import missing
 from rondo.roles.config import ListenConfig, SupervisedConfig
 from rondo.roles.config.supervised import unread
@@ -53,8 +54,9 @@ from rondo.roles.engines.sglang.requirements import of_context
 from rondo.roles.streams import media_bytes, row_bytes, sampled_bytes, turn_bytes
 from rondo.runtime.admin.tls import server_context
 from rondo.runtime.admin.tokens import read_token_file
+from rondo.runtime.checkpoints import complete, verify
 from rondo.runtime.config import AdminConfig
-from rondo.runtime.errors import ConfigError, DeadlineExceeded, WorkerDied
+from rondo.runtime.errors import ConfigError, DeadlineExceeded, RondoError, WorkerDied
 from rondo.runtime.memory.free import free_memory_bytes
 from rondo.runtime.processes import process
 from rondo.runtime.processes.janitor import swept_folder
@@ -163,6 +165,23 @@ def _settings(config: RunConfig, facts: Facts) -> Iterator[Finding]:
         yield from _model(config, facts)
     if facts.num_parameters is not None:
         yield ok(f"the model has {facts.num_parameters:,} parameters and takes {facts.max_positions} positions")
+
+
+def inspect_run(path: Path) -> list[Finding]:
+    """What `rondo resume` and others find of the run at `path`: the files that it goes on with, and every checkpoint."""
+    run, findings = existing_run(path), []
+    try:
+        check_files(run)
+        findings.append(ok("every file that a resume reads first is whole"))
+    except ConfigError as wrong:
+        findings.append(error(str(wrong)))
+    for folder in complete(run / "checkpoints"):
+        try:
+            told = "is whole" if verify(folder) else "is of an older release and has no digests: nobody can tell"
+            findings.append(ok(f"{folder.name} {told}"))
+        except RondoError as wrong:
+            findings.append(error(str(wrong)))
+    return findings
 
 
 def memory_order() -> Finding:

@@ -11,6 +11,7 @@ old; a step that ran again counts as its last run; no call holds the file in mem
 
 from __future__ import annotations
 
+import bisect
 import threading
 import time
 import zlib
@@ -24,7 +25,8 @@ import numpy as np
 from rondo.launch.dashboard.blocks import FOLDER, Blocks
 from rondo.launch.metrics.descriptions import numbers
 from rondo.launch.metrics.exposition import process_of
-from rondo.launch.report.records import is_record, is_step
+from rondo.launch.report.records import goes_back_to, is_record, is_step
+from rondo.runtime.checkpoints import GOES_ON
 from rondo.runtime.records.record import read_lines
 from rondo.runtime.records.tail import Tail
 
@@ -52,6 +54,12 @@ class Table:
             if len(column) < row:
                 column.extend([_NAN] * (row - len(column)))
             column.append(value)
+
+    def cut(self, step: float) -> None:
+        """Without what is of this step, or of a later one."""
+        row = bisect.bisect_left(self.at, step)
+        for column in (self.at, *self.columns.values()):
+            del column[row:]
 
     def rows(self, first: int) -> tuple[list[str], np.ndarray]:
         """Names, and float64 [1 + names, rows]: what came from row `first` on, the steps first."""
@@ -119,6 +127,10 @@ class Metrics:
                     return
 
     def _add(self, record: Mapping[str, Any]) -> None:
+        if (back := goes_back_to(record, self._step + 1 if self.last else 0)) is not None:
+            self._go_back(back)
+        if GOES_ON in record:
+            return
         if "evaluation" in record:
             self._evaluations.append({"time": record.get("time"), **record["evaluation"]})
             return
@@ -133,6 +145,16 @@ class Metrics:
             if of_step and isinstance(record.get("time"), int | float):
                 values.append(("time", record["time"]))
             self._tables.setdefault(source, Table()).add(at, iter(values))
+
+    def _go_back(self, version: int) -> None:
+        """Forget what is of later steps; the index is written anew."""
+        for table in self._tables.values():
+            table.cut(version)
+        self._evaluations = [each for each in self._evaluations if each.get("version", 0) <= version]
+        self._step = min(self._step, max(version - 1, 0))
+        self.last = self.last if self.last.get("step", -1) < version else {}
+        self._blocks.clear()
+        self._written, self._offset_written, self._num_evaluations_written = {}, 0, 0
 
     def _write(self) -> None:
         tables, data = {}, []

@@ -67,9 +67,8 @@ def compare(first: Path, second: Path, *, only: int | None = None) -> Comparison
     runs = (first, second)
     ours, theirs = (read_json(run / "config.resolved.json") for run in runs)
     a, b = (gathered(run) for run in runs)
-    made = {
-        part: {n: pair for n, *pair in parted(a[part], b[part])} for part in ("code", "packages", "data", "machine")
-    }
+    parts = ("changes", "code", "packages", "data", "machine")
+    made = {part: {n: pair for n, *pair in parted(a[part], b[part])} for part in parts}
     steps = [step_records(run / "metrics.jsonl") for run in runs]
     bits = None
     if all((run / PARITY).is_dir() for run in runs):

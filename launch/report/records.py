@@ -2,6 +2,9 @@
 
 Owns which records count, and the shape that a record must have; `runtime/records/record.py` writes, and says which lines are
 whole. Invariant: no reader here fails because of what a line holds. A line of another shape is left out and counted in a warning.
+
+A run that goes on from a checkpoint writes down from which version: what was told before of later steps is of a branch that it
+has left, and counts no more.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Any
 import orjson
 
 from rondo.comm.bus.evaluations import ASKED
+from rondo.runtime.checkpoints import GOES_ON
 from rondo.runtime.records.record import read_lines
 from rondo.runtime.records.tail import Tail
 
@@ -23,7 +27,7 @@ _NUMBERS = {"": _NUMBER}
 _SHAPES: dict[str, Any] = {
     "time": _COUNT, "source": str, "kind": str, "job": str, "step": int, "reward_mean": _NUMBER, "loss": _NUMBER,
     "num_samples": _COUNT, "num_failed": _COUNT, "skipped": _COUNT, "longest_wait_s": _NUMBER, "waits_s": _NUMBERS,
-    "staleness_tokens": _NUMBERS, "left_out": _NUMBERS, "critic": {"step": int, "explained_variance": _NUMBER},
+    "staleness_tokens": _NUMBERS, GOES_ON: int, "left_out": _NUMBERS, "critic": {"step": int, "explained_variance": _NUMBER},
     "evaluation": {
         "version": int, "label": str, "reward": _NUMBER, "num_samples": _COUNT, "num_failed": _COUNT, "figures": _NUMBERS,
         "sets": {"": _NUMBERS},
@@ -63,6 +67,40 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
         yield from read_lines(file, path, is_record)
 
 
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """The records of a metrics.jsonl, oldest first, without those of steps and evaluations that the run went back behind."""
+    cuts, newest = list[tuple[int, int]](), 0
+    for place, record in enumerate(read_records(path)):
+        back = goes_back_to(record, newest)
+        if back is not None:
+            cuts.append((place, back))
+        newest = newest if back is None else back
+        newest = max(newest, record["step"] + 1 if is_step(record) else 0)
+    for at in range(len(cuts) - 2, -1, -1):  # the least version of this cut and those behind it
+        cuts[at] = cuts[at][0], min(cuts[at][1], cuts[at + 1][1])
+    left = iter([*cuts, (-1, 0)])
+    until, version = next(left)
+    for place, record in enumerate(read_records(path)):
+        if place == until:
+            until, version = next(left)
+        if until < 0 or not is_behind(record, version):
+            yield record
+
+
+def goes_back_to(record: Mapping[str, Any], newest: float) -> int | None:
+    """The version that a run of `newest` steps goes back to with this record of its metrics.jsonl; None where it does not: where
+    it goes on from a checkpoint, or a step is trained again."""
+    if GOES_ON in record:
+        return int(record[GOES_ON])
+    return int(record["step"]) if is_step(record) and record["step"] < newest else None
+
+
+def is_behind(record: Mapping[str, Any], version: float) -> bool:
+    """Whether a record tells of a step, or of an evaluation, that a run which went back to `version` has yet to come to."""
+    step = record.get("critic", record).get("step", -1) if "evaluation" not in record else -1
+    return bool(step >= version or record.get("evaluation", {}).get("version", -1) > version)
+
+
 def last_records(path: Path, num_bytes: int, num: int = 0) -> list[dict[str, Any]]:
     """Those at the end of a JSONL file, in its last bytes, the newest `num` (0: all) of them, oldest first."""
     before = max(0, path.stat().st_size - num_bytes) if path.exists() else 0
@@ -77,7 +115,7 @@ def is_step(record: Mapping[str, Any]) -> bool:
 
 def step_records(path: Path) -> list[dict[str, Any]]:
     """One record a step, in order of steps. A step that ran again after a restart counts as its last run."""
-    steps = {record["step"]: record for record in read_records(path) if is_step(record)}
+    steps = {record["step"]: record for record in read_metrics(path) if is_step(record)}
     return [steps[step] for step in sorted(steps)]
 
 
@@ -85,7 +123,7 @@ def evaluation_records(path: Path) -> list[dict[str, Any]]:
     """One evaluation a policy version, in order of versions: {"version", "reward", "num_samples", "num_failed", "sets"}.
     One that was made again after a restart counts as its last; those that somebody asked for do not, of whichever sets. Of a job
     without rollouts a version has what was measured of its loss and of its answers in one."""
-    every = (record["evaluation"] for record in read_records(path) if "evaluation" in record)
+    every = (record["evaluation"] for record in read_metrics(path) if "evaluation" in record)
     found = (record for record in every if not record.get("label", "").startswith(ASKED))
     versions = dict[int, dict[str, Any]]()
     for record in found:

@@ -29,6 +29,7 @@ from typing import Any
 from rondo.launch.report.intervals import Interval, intersect, length, subtract, union
 from rondo.launch.report.records import last_records, read_records
 from rondo.launch.report.timeline import Reader, SpanRecord, whole_spans
+from rondo.runtime.checkpoints import GOES_ON
 from rondo.runtime.records.record import JsonLines
 from rondo.runtime.records.timeline import FLUSH_S, FOLDER
 
@@ -291,9 +292,15 @@ class Records:
 
 def read_steps(run: Path, spans: Sequence[SpanRecord]) -> list[Step]:
     """All steps of a run in order, each as it was trained last: from its records, and from `spans` what is not there yet."""
-    steps = {record["step"]: _step(record) for record in read_records(run / FOLDER / FILE)}
+    went_back = [r for r in read_records(run / "metrics.jsonl") if GOES_ON in r]
+    steps = {
+        record["step"]: _step(record)
+        for record in read_records(run / FOLDER / FILE)
+        if not any(record["step"] >= r[GOES_ON] and record["start"] < r["time"] for r in went_back)
+    }
     told = max((round((s.start + s.step_s) * 1e9) for s in steps.values()), default=0)
-    steps |= {step.step: step for step in steps_of(spans, after=told - _ROUNDING_NS)}
+    after = max([told - _ROUNDING_NS, *(round(r["time"] * 1e9) for r in went_back)])
+    steps |= {step.step: step for step in steps_of(spans, after=after)}
     return [steps[number] for number in sorted(steps)]
 
 
@@ -305,5 +312,7 @@ def _step(record: Mapping[str, Any]) -> Step:
 
 def newest_steps(run: Path, num_steps: int, num_bytes: int = 256 << 10) -> list[Step]:
     """The last records of a run, in order of steps, from the end of their file alone."""
-    steps = {r["step"]: _step(r) for r in last_records(run / FOLDER / FILE, num_bytes)}
+    steps = dict[int, Step]()
+    for record in last_records(run / FOLDER / FILE, num_bytes):
+        steps = {step: told for step, told in steps.items() if step < record["step"]} | {record["step"]: _step(record)}
     return [steps[number] for number in sorted(steps)][-num_steps:]

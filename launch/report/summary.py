@@ -11,6 +11,7 @@ from __future__ import annotations
 import collections
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +20,12 @@ from rondo.launch.report.records import (
     evaluation_figures,
     evaluation_records,
     is_step,
+    read_metrics,
     read_records,
     shown_reward,
     step_records,
 )
-from rondo.launch.rundir import read_json, write_json
+from rondo.launch.rundir import ENVIRONMENT, changed_settings, read_json, write_json
 from rondo.models.media.inputs import KINDS
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.records.telling import telling
@@ -97,6 +99,8 @@ class Summary:
     cpu_share: float | None = None
     """Processor time of all processes over wall time times cores, 0 to 1."""
     first_cause: str | None = None
+    changes: Mapping[str, str] = field(default_factory=dict)
+    """Settings that a resume changed: "train.lr (step 40)" -> "0.001 -> 0.0005"."""
     untold: Mapping[str, int] = field(default_factory=dict)
     """What could not be written down or shown while the run went on, and how often."""
 
@@ -137,15 +141,23 @@ def summarize(
         left_out=left_out(run / "events.jsonl", steps),
         log_prob_gap=largest_gaps(steps),
         modalities=by_modality(steps),
-        explained_variance=explained_variance(read_records(metrics)),
+        explained_variance=explained_variance(read_metrics(metrics)),
         first_step_s=first_time - started if first_time is not None and started is not None else None,
         longest_wait_s=sum(waits) / len(waits) if waits else None,
         staleness_tokens=dict(
             sum((collections.Counter(r.get("staleness_tokens", {})) for r in steps), collections.Counter())
         ),
         waits_s=waits_by_role(read_records(metrics)),
+        changes=changes(run),
         **outcome,
     )
+
+
+def changes(run: Path) -> dict[str, str]:
+    """As in `Summary`."""
+    with suppress(ConfigError):  # a run that ended before it had one
+        return changed_settings(read_json(run / ENVIRONMENT))
+    return {}
 
 
 def failed_rewards(
@@ -297,6 +309,8 @@ def rows(summary: Summary) -> Iterator[tuple[str, str]]:
         if len(figures) > 1:  # a lone mean is the reward above
             yield f"evaluation.{version}", "  ".join(f"{name}={value:.3f}" for name, value in figures.items())
     yield "steps", str(summary.steps)
+    for name, change in summary.changes.items():
+        yield "changed", f"{name}: {change}"
     for name in ("samples_admitted", "samples_trained", "samples_lost", "samples_trained_twice"):
         value = getattr(summary, name)
         if value is not None:

@@ -2,7 +2,8 @@
 
 Owns which records are points, their names and their numbers. Does not own where they go. A `Points` is a place in the file: what
 it reads next follows from the bytes before it alone, so that whoever reads the file again gets the same points with the same
-numbers. A step that is trained again after a restart from a checkpoint keeps the figures of its first time.
+numbers. A step that is told again keeps the figures of its first time, unless the run went back
+behind it.
 
     step records      -> train/loss, train/reward_mean, ...          at their step
     critic's          -> critic/...                                  at theirs
@@ -23,6 +24,7 @@ import orjson
 from rondo.comm.bus.evaluations import ASKED
 from rondo.launch.metrics.exposition import process_of
 from rondo.launch.report.records import evaluation_figures, is_step
+from rondo.runtime.checkpoints import GOES_ON
 from rondo.runtime.records.tail import Tail
 
 _NO_FIGURES = ("time", "step", "version", "rank", "waits_s", "critic", "evaluation")
@@ -40,6 +42,8 @@ class Point:
     step: int
     time: float
     values: Mapping[str, float]
+    went_back_to: int | None = None
+    """The version that the run went back to before this point: those of later steps are of a branch that it has left."""
 
 
 class Points:
@@ -51,11 +55,13 @@ class Points:
         self.number: int = 0 if state is None else state["number"]
         self._steps: dict[str, int] = {} if state is None else dict(state["steps"])
         self._evaluated: set[int] = set() if state is None else set(state["evaluated"])
+        self._back: int | None = None if state is None else state.get("back")
 
     def state(self) -> dict[str, Any]:
         """As JSON, to begin here again."""
         evaluated = sorted(self._evaluated)
-        return {"offset": self._offset, "number": self.number, "steps": self._steps, "evaluated": evaluated}
+        back = {} if self._back is None else {"back": self._back}
+        return {"offset": self._offset, "number": self.number, "steps": self._steps, "evaluated": evaluated} | back
 
     def read(self, most: int = PIECE_BYTES) -> list[Point]:
         """The next points, of so many bytes at most. A line that is still written is left for later."""
@@ -79,6 +85,10 @@ class Points:
         except (AttributeError, KeyError, TypeError, ValueError):
             log.warning("%s has a line that is no record of a run, which is left out", self._path)
             return
+        if GOES_ON in record:
+            self._back = back = int(record[GOES_ON])
+            self._steps = {name: min(step, back - 1) for name, step in self._steps.items()}
+            self._evaluated = {version for version in self._evaluated if version <= back}
         for series, told_of, figures in parts:
             # A process tells of itself now and then: at the newest step.
             step = self._steps.get("train", 0) if told_of is None else told_of
@@ -91,7 +101,8 @@ class Points:
             values = dict(_numbers(figures, f"{series}/", () if told_of is None else _NO_FIGURES))
             if is_new and values:
                 self.number += 1
-                yield Point(self.number, step, at, values)
+                yield Point(self.number, step, at, values, self._back)
+                self._back = None
 
 
 def _series(record: Mapping[str, Any]) -> Iterator[tuple[str, int | None, Mapping[str, Any]]]:

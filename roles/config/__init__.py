@@ -13,7 +13,7 @@ Invariant: settings that contradict each other, or that could have no effect, ar
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -66,10 +66,11 @@ from rondo.roles.config.training import (
     TrainConfig,
 )
 from rondo.runtime.config import SandboxConfig, SupervisionConfig
-from rondo.runtime.section import Section
+from rondo.runtime.section import FREE, LENGTH, Section, fixed
 
 __all__ = [
     "MIN_FIXED_SLOTS",
+    "OF_RUN",
     "AfterSaveConfig",
     "AgentConfig",
     "AlgorithmConfig",
@@ -111,21 +112,24 @@ __all__ = [
 ]
 
 
+OF_RUN = fixed("the run is known by it")
+
+
 class JobConfig(Section):
     """Everything that a role needs to do its work, wherever it runs."""
 
     aliases, remarks = ALIASES, REMARKS
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
+    name: Annotated[str, OF_RUN] = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=80)
     """Names the run's directory."""
-    job: Literal["rl", "sft", "dpo", "reward_model"] = "rl"
+    job: Annotated[Literal["rl", "sft", "dpo", "reward_model"], OF_RUN] = "rl"
     """What is trained on: samples of the policy's own ("rl"), or rows alone, as the section of that name says. Then that section
     has the steps and the optimizer, the actor's processes do it, and `num_steps`, `data` and `rollout` may be left out."""
-    seed: int = Field(0, ge=0, lt=1 << 63)
+    seed: Annotated[int, fixed("the order of the data and every draw follow from it")] = Field(0, ge=0, lt=1 << 63)
     """Of everything that is drawn: the order of rows, samples, what is held out."""
-    num_steps: int = Field(ge=0)
+    num_steps: Annotated[int, LENGTH] = Field(ge=0)
     """Policy versions that the run makes; each is trained on `rollout.prompts_per_step` prompt groups. Of a job without rollouts
     those of its section; by its epochs 0, until the rows are counted."""
-    max_staleness: int = Field(1, ge=0)
+    max_staleness: Annotated[int, fixed("the prompt groups in its checkpoint were admitted under it")] = Field(1, ge=0)
     """In policy versions: how much older than the trained version a sample's oldest token may be. 0 is on-policy."""
     deterministic: bool = False
     """Equal settings train equal samples in equal rounds: at max_staleness 0 to the same bits, in every mode and through
@@ -134,7 +138,7 @@ class JobConfig(Section):
     data: DataConfig
     media: MediaConfig | None = None
     """Limits of image, audio and video. None: the rows are text; where `media_columns` are named, the defaults."""
-    evaluation: EvalConfig | None = None
+    evaluation: Annotated[EvalConfig | None, FREE] = None
     reward: RewardConfig = RewardConfig(function=NO_REWARD)
     """May be left out with `genrm` or `scorer`, which then judge alone, and where `distillation.task_coef` is 0."""
     genrm: GenrmConfig | None = None
@@ -154,14 +158,14 @@ class JobConfig(Section):
     """Of the job "dpo" alone."""
     reward_model: RewardModelConfig | None = None
     """Of the job "reward_model" alone."""
-    samples: SamplesConfig = SamplesConfig()
+    samples: Annotated[SamplesConfig, FREE] = SamplesConfig()
     """Which trained samples are kept in full."""
     sandbox: SandboxConfig = SandboxConfig()
     """Where code runs that the policy wrote."""
     debug: DebugConfig = DebugConfig()
     """Half of a run by itself: training without rollouts, rollouts without training."""
-    bus: BusConfig = BusConfig()
-    supervision: SupervisionConfig = SupervisionConfig()
+    bus: Annotated[BusConfig, FREE] = BusConfig()
+    supervision: Annotated[SupervisionConfig, FREE] = SupervisionConfig()
 
     @model_validator(mode="before")
     @classmethod

@@ -16,7 +16,7 @@ from rondo.roles.data.cursor import SHARE_OF
 from rondo.roles.data.sources import MADE
 from rondo.roles.engines import ranges
 from rondo.roles.rewards import hub
-from rondo.runtime.section import FunctionRef, Section, nearest
+from rondo.runtime.section import FREE, FunctionRef, Section, fixed, nearest
 
 NewTokens = Annotated[int, AfterValidator(ranges.NEW_TOKENS.check)]
 Temperature = Annotated[float, AfterValidator(ranges.TEMPERATURE.check)]
@@ -51,6 +51,9 @@ class CurriculumConfig(Section):
             )
 
 
+OF_ORDER = fixed("its position in the data counts in the order that follows from it")
+
+
 class SourceConfig(Section):
     """One of several sources of `data`. What is None is as in data."""
 
@@ -60,7 +63,7 @@ class SourceConfig(Section):
         "message_roles", "media_columns", "use_audio_in_video", "system",
     )  # fmt: skip
     """Settings that take the place of data's."""
-    weight: Share | None = None
+    weight: Annotated[Share | None, OF_ORDER] = None
     """Its share of the rows that are taken, of the sum over all sources: each then goes through passes of its own. None, for all
     sources alike: each row of all sources comes once in a pass."""
     path: str | None = None
@@ -174,16 +177,16 @@ class DataConfig(Section):
     max_bad_rows: float = Field(0.01, ge=0, le=1)
     """At most this share of the rows may be unusable: not readable, without a column that is named here, or with a value of
     another kind. They are left out. With more the run is refused."""
-    shuffle: bool = True
+    shuffle: Annotated[bool, OF_ORDER] = True
     """Rows are taken in an order drawn anew for each pass; without, as they lie."""
-    balance: Literal["natural"] | dict[RowKind, Share] | None = None
+    balance: Annotated[Literal["natural"] | dict[RowKind, Share] | None, OF_ORDER] = None
     """So mixes rows of text, image, audio, video, and of several of these ("mixed"), that every step holds them in these shares,
     or in those of the data ("natural"). Where a kind has no more rows in a pass, the others fill its places."""
-    num_passes: int | None = Field(None, ge=1)
+    num_passes: Annotated[int | None, FREE] = Field(None, ge=1)
     """A run with rollouts ends after so many passes over the rows, or after num_steps, whichever comes first."""
     limit: int | None = Field(None, ge=1)
     """Only the first rows, before anything is held out."""
-    held_out: int = Field(0, ge=0)
+    held_out: Annotated[int, OF_ORDER] = Field(0, ge=0)
     """So many rows, drawn with the run's seed, are never trained on; evaluation takes them."""
 
     def refused(self) -> Iterator[str]:
@@ -428,7 +431,7 @@ class RewardConfig(Section):
     and filters keep these."""
     postprocess_per: Literal["group", "step"] = "group"
     """'step': it is given the samples of a whole step at once, whose training waits for the last of them."""
-    num_workers: int = Field(1, ge=1)
+    num_workers: Annotated[int, FREE] = Field(1, ge=1)
     """Processes for each rollout replica."""
     deadline_s: float = Field(10.0, gt=0)
     """What one call may take; then its process is killed and its sample has no reward, as where the function raises."""

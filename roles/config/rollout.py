@@ -17,7 +17,7 @@ from rondo.roles.config.data import NewTokens, TopK, TopP
 from rondo.roles.engines import ranges
 from rondo.roles.sampling import code_tools, media_tools
 from rondo.runtime.config import unguarded
-from rondo.runtime.section import FunctionRef, Section, may_hold_secret
+from rondo.runtime.section import FREE, FunctionRef, Section, fixed, may_hold_secret
 
 MIN_FIXED_SLOTS = 4
 """Rows of a float32 product from which a row's bits do not depend on how many there are."""
@@ -34,41 +34,41 @@ class SGLangConfig(Section):
     """SGLang as the rollout engine: servers that each rollout replica starts, or ones that run already."""
 
     place = "sglang"
-    python: str | None = None
+    python: Annotated[str | None, FREE] = None
     """The interpreter of the server's own environment. The servers are started with it."""
-    urls: tuple[str, ...] = ()
+    urls: Annotated[tuple[str, ...], FREE] = ()
     """Or servers that run already ("http://127.0.0.1:30000"); rondo neither starts nor ends these."""
-    router: str | None = None
+    router: Annotated[str | None, FREE] = None
     """A public router (sglang-router, smg) in front of all `urls`, through which requests go; without, rondo spreads them."""
-    num_servers: int = Field(1, ge=1)
+    num_servers: Annotated[int, FREE] = Field(1, ge=1)
     """Servers that each rollout replica starts."""
     tensor_parallel: int = Field(1, ge=1)
     """Devices of one server."""
     arguments: dict[str, str | int | float | bool] = Field(default_factory=dict)
     """Further arguments of the server by their names, such as {"mem-fraction-static": 0.8}; True stands for a flag."""
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: Annotated[dict[str, str], FREE] = Field(default_factory=dict)
     """Further environment variables of the servers, which have those of the run too. No secrets: they are saved and shown."""
-    api_key_file: str | None = None
+    api_key_file: Annotated[str | None, FREE] = None
     """A file with the bearer key of `urls`; servers that rondo starts get a key of their own."""
-    weights: Literal["disk", "tensor", "distributed"] = "disk"
+    weights: Annotated[Literal["disk", "tensor", "distributed"], FREE] = "disk"
     """How new weights reach a server: files, shared memory or CUDA IPC on this node, or a process group."""
     pause: Literal["in_place", "retract", "abort"] = "in_place"
     """What a weight update does to requests in flight: 'in_place' freezes them and goes on with the cache that the old weights
     filled, 'retract' takes them back and computes their cache anew, 'abort' ends them, to be continued as new requests."""
-    bucket_bytes: int = Field(256 << 20, ge=1 << 16)
+    bucket_bytes: Annotated[int, FREE] = Field(256 << 20, ge=1 << 16)
     """Weights of one update call."""
-    checksums: bool = True
+    checksums: Annotated[bool, FREE] = True
     """Compares the server's checksums of its weights with ours after every update, while it pauses; without, an update is proved
     by its version alone."""
-    release_memory: bool | None = None
+    release_memory: Annotated[bool | None, FREE] = None
     """Servers give their memory back while the trainer of the same process trains, and take it for the next weights; None: where
     they share its device, and the two take turns."""
-    start_deadline_s: float = Field(600.0, gt=0)
+    start_deadline_s: Annotated[float, FREE] = Field(600.0, gt=0)
     """What a server may take from its start until it answers."""
-    silent_deadline_s: float = Field(300.0, gt=0)
+    silent_deadline_s: Annotated[float, FREE] = Field(300.0, gt=0)
     """A server that is not updated and does not sleep, and makes no token for its requests for so long, is started again; one
     that answers nothing at all, sooner (`sglang/silence.py`)."""
-    update_deadline_s: float | None = Field(None, gt=0)
+    update_deadline_s: Annotated[float | None, FREE] = Field(None, gt=0)
     """One server's weight update; None: four times what updates took so far, and ten minutes or more for the first one."""
 
     @property
@@ -250,7 +250,7 @@ class RolloutConfig(Section):
 
     prompts_per_step: int = Field(ge=1)
     """Prompt groups that a step trains on."""
-    samples_per_prompt: int = Field(ge=1)
+    samples_per_prompt: Annotated[int, fixed("its ledger counts prompt groups of so many samples")] = Field(ge=1)
     """Answers in a prompt group."""
     max_prompt_tokens: int = Field(ge=1)
     """Longest prompt; `data.too_long` says what becomes of longer ones."""
@@ -278,20 +278,20 @@ class RolloutConfig(Section):
     one; more where contexts are replaced, agents talk beside each other, or the chat template rewrites earlier turns."""
     max_episode_s: float | None = Field(None, gt=0)
     """A sample that takes longer ends as far as it came, as aborted."""
-    max_episodes: int | None = Field(None, ge=1)
+    max_episodes: Annotated[int | None, FREE] = Field(None, ge=1)
     """Samples that a replica has in hand at once, with those that wait for their environments and need no place at the engine.
     None: as many as keep the engine busy, and of `agent` twice its `max_processes`."""
-    num_slots: int = Field(64, ge=1)
+    num_slots: Annotated[int, FREE] = Field(64, ge=1)
     """Sequences that one engine decodes at once."""
     sglang: SGLangConfig | None = None
     """Generate with SGLang servers; without it the engine inside the rollout process does."""
-    endpoint: EndpointConfig | None = None
+    endpoint: Annotated[EndpointConfig | None, FREE] = None
     """Answers agents over HTTP beside the run's own samples, with its newest weights."""
-    min_engines: int = Field(1, ge=0)
+    min_engines: Annotated[int, FREE] = Field(1, ge=0)
     """Fewest healthy engines, over all replicas: below, the run says so and waits; above, it goes on with what there is."""
-    min_engines_deadline_s: float = Field(1800.0, gt=0)
+    min_engines_deadline_s: Annotated[float, FREE] = Field(1800.0, gt=0)
     """How long the run waits below `min_engines`."""
-    below_min_engines: Literal["stop", "fail"] = "stop"
+    below_min_engines: Annotated[Literal["stop", "fail"], FREE] = "stop"
     """After that time: 'stop' saves and leaves (75, to be resumed), 'fail' ends the run with that as its cause."""
     filter: Literal["zero_std"] | None = None
     """'zero_std' replaces prompt groups whose rewards are all equal."""
@@ -300,9 +300,9 @@ class RolloutConfig(Section):
     failed), `finish_reason` and `num_tokens`."""
     spare_groups: int = Field(0, ge=0)
     """Prompt groups sampled beyond a step's need; the last to finish are dropped."""
-    max_consecutive_filtered: int = Field(1000, ge=1)
+    max_consecutive_filtered: Annotated[int, FREE] = Field(1000, ge=1)
     """More filtered prompt groups in a row than this end the run."""
-    max_consecutive_failed: int = Field(100, ge=1)
+    max_consecutive_failed: Annotated[int, FREE] = Field(100, ge=1)
     """More failed or quarantined prompt groups in a row than this end the run, with the last error as its cause."""
     on_new_weights: Literal["continue", "recompute", "interrupt"] = "continue"
     """What becomes of samples in flight when new weights come: 'continue' goes on with the cache that the old ones filled,
@@ -313,7 +313,7 @@ class RolloutConfig(Section):
     """Leaves tokens out of the loss that are older than the newest version among their sample's tokens."""
     mask_truncated: bool = False
     """Leaves samples that `max_new_tokens` cut off out of the loss; their rewards still count in their prompt group."""
-    lease_deadline_s: float = Field(120.0, gt=0)
+    lease_deadline_s: Annotated[float, FREE] = Field(120.0, gt=0)
     """A prompt group of whose requests and rewards none comes further for so long is granted again, to any replica."""
     straggler_deadline_s: float | None = Field(None, gt=0)
     """A prompt group that a step waits for longer than this counts as failed; None waits."""

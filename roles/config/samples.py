@@ -14,7 +14,10 @@ from zlib import crc32
 
 from pydantic import AfterValidator, Field
 
-from rondo.runtime.section import Section
+from rondo.runtime.section import FREE, Section, fixed
+
+_Absolute = Annotated[Path, AfterValidator(Path.absolute)]
+_OF_RUN = fixed("it says which half of a run it is")
 
 
 class SamplesConfig(Section):
@@ -87,15 +90,15 @@ class DebugConfig(Section):
     """Half of a run by itself, and a look at what its trainer computes."""
 
     place = "debug"
-    train_only: Annotated[Path, AfterValidator(Path.absolute)] | None = None
+    train_only: Annotated[_Absolute | None, _OF_RUN] = None
     """A run directory with `samples.keep` 1: its steps are trained on its samples, and nothing is generated for them."""
-    steps: tuple[int, int] | None = None
+    steps: Annotated[tuple[int, int] | None, _OF_RUN] = None
     """Of `train_only`, the first step that is trained and the one before which it ends, in a run that goes on from a checkpoint
     of that run and gives each prompt group the samples that it had; `rondo replay` sets it. None: all of its steps."""
-    rollout_only: bool = False
+    rollout_only: Annotated[bool, _OF_RUN] = False
     """Samples are generated, scored and kept (`samples.keep`), and nothing is trained: every version is the first."""
 
-    profile: ProfileConfig | None = None
+    profile: Annotated[ProfileConfig | None, FREE] = None
     """A window of steps that is profiled."""
 
     def refused(self) -> Iterator[str]:

@@ -9,13 +9,13 @@ whole (`roles/config/__init__.py`), nor how a row becomes tokens (`roles/trainin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from rondo.roles.config.data import NO_REWARD, DataConfig
 from rondo.roles.config.training import Betas, OptimizerConfig
-from rondo.runtime.section import FunctionRef, Section
+from rondo.runtime.section import FREE, LENGTH, FunctionRef, Section
 
 if TYPE_CHECKING:
     from rondo.roles.config import JobConfig
@@ -43,13 +43,13 @@ class SupervisedConfig(OptimizerConfig):
     """A function that returns the rows: dicts with `prompt` and `answer`. Prompts are written like those of `data`."""
     data: DataConfig | None = None
     """Or a data set, whose `label` column is the answer; with label=None the last message of its prompts is."""
-    steps: int | None = Field(None, ge=1)
+    steps: Annotated[int | None, LENGTH] = Field(None, ge=1)
     """Optimizer steps, however often they go through the rows."""
-    epochs: int | None = Field(None, ge=1)
+    epochs: Annotated[int | None, LENGTH] = Field(None, ge=1)
     """Or passes over the rows, each of which comes once in each; the last step has the rows that are left."""
     batch_size: int = Field(ge=1)
     """Rows of one optimizer step."""
-    evaluate_every: int | None = Field(None, ge=1)
+    evaluate_every: Annotated[int | None, FREE] = Field(None, ge=1)
     """Measures the rows that `data.held_out` keeps back before the first step, after every so many and after the last; in a job
     of its own."""
     lr: float = Field(1e-5, gt=0)

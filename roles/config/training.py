@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 
 from rondo.models.config import LoraConfig, MeshConfig
-from rondo.runtime.section import FunctionRef, Section
+from rondo.runtime.section import FREE, FunctionRef, Section, fixed
 
 
 def _regular(pattern: str) -> str:
@@ -28,6 +28,9 @@ Pattern = Annotated[str, AfterValidator(_regular)]
 
 
 Betas = tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]]
+
+
+OF_TENSORS = fixed("its checkpoint holds the tensors of that model and their moments")
 
 
 class OptimizerConfig(Section):
@@ -52,7 +55,7 @@ class OptimizerConfig(Section):
     micro_batch_tokens: int = Field(4096, ge=1)
     """Prompt and response tokens that one process takes through the model at once; patches and frames of sound that an
     encoder takes count as tokens too."""
-    log_prob_chunk_tokens: int = Field(2048, ge=1)
+    log_prob_chunk_tokens: Annotated[int, FREE] = Field(2048, ge=1)
     """Tokens whose logits exist at the same time."""
 
 
@@ -80,30 +83,30 @@ class AfterSaveConfig(Section):
 class TrainConfig(OptimizerConfig):
     """The optimizer of the policy, and how a step is cut into updates and micro-batches."""
 
-    mesh: MeshConfig = MeshConfig()
+    mesh: Annotated[MeshConfig, FREE] = MeshConfig()
     """How the processes that train share copies of the model."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, FREE] = False
     """Layers keep their inputs alone, and are computed again in the backward."""
     compile: bool = False
     """The decoder's layers run as torch.compile makes them."""
-    offload_optimizer: bool = False
+    offload_optimizer: Annotated[bool, FREE] = False
     """Adam's moments, 8 bytes a parameter, lie in host memory, and pass through the device once an optimizer step."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Of forward and backward; weights and optimizer keep float32. "auto" is bfloat16 where the actor has devices, else float32.
     With float16 the loss is scaled, and an update whose gradient overflows is skipped."""
-    save_every: int | None = Field(None, ge=1)
+    save_every: Annotated[int | None, FREE] = Field(None, ge=1)
     """A checkpoint after every so many steps; the last step always makes one."""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: Annotated[int, FREE] = Field(2, ge=1)
     """The newest ones that stay."""
-    best: BestConfig | None = None
+    best: Annotated[BestConfig | None, FREE] = None
     """Keeps the best checkpoint, too."""
-    after_save: AfterSaveConfig | None = None
+    after_save: Annotated[AfterSaveConfig | None, FREE] = None
     before_step: FunctionRef | None = None
     """`def begins(step: int) -> None`, in every process of the actor before each step that trains the policy."""
     after_step: FunctionRef | None = None
     """`def ended(step: int, metrics: dict) -> dict | None`, there and after each, before it is committed; numbers that it returns
     in process 0 are metrics of the step too."""
-    wait_for_room_s: float = Field(21_600.0, ge=0)
+    wait_for_room_s: Annotated[float, FREE] = Field(21_600.0, ge=0)
     """How long the last save waits for room on a full disk before the run ends without it. One during the run waits beside the
     training until its snapshot's place is needed, or the next is due."""
     num_mini_batches: int = Field(1, ge=1)
@@ -111,20 +114,20 @@ class TrainConfig(OptimizerConfig):
     of every pass. All of these steps belong to one policy version."""
     passes: int = Field(1, ge=1)
     """Number of passes over the prompt groups of one step (PPO epochs). `data.num_passes` counts passes over the data set."""
-    hot_snapshot: bool = True
+    hot_snapshot: Annotated[bool, FREE] = True
     """Keeps the newest version in host memory, so that a restart of the actor loses no committed step."""
-    release_memory: bool | None = None
+    release_memory: Annotated[bool | None, FREE] = None
     """Weights, moments and gradients leave their device for host memory while the engine generates in turn with the training,
     which then begins when a step has all its samples. None: where the two share an accelerator."""
-    encoders: Literal["replicate", "shard"] = "replicate"
+    encoders: Annotated[Literal["replicate", "shard"], FREE] = "replicate"
     """Whether each process holds the image, audio and video encoders whole, or a shard of them, apart from the decoder's."""
-    freeze: tuple[Literal["language", "vision", "audio", "projector"], ...] = ()
+    freeze: Annotated[tuple[Literal["language", "vision", "audio", "projector"], ...], OF_TENSORS] = ()
     """Parts of the model that stay as they are."""
-    freeze_parameters: tuple[Pattern, ...] = ()
+    freeze_parameters: Annotated[tuple[Pattern, ...], OF_TENSORS] = ()
     """Regular expressions; parameters whose name in the model matches one stay as they are."""
-    train_parameters: tuple[Pattern, ...] = ()
+    train_parameters: Annotated[tuple[Pattern, ...], OF_TENSORS] = ()
     """Regular expressions; when given, only parameters that match one, and are not frozen, are trained."""
-    lora: LoraConfig | None = None
+    lora: Annotated[LoraConfig | None, OF_TENSORS] = None
     """Adapters are trained, and the model's own weights stay as they are, in `dtype`. None: the weights are."""
     router_replay: Literal["off", "r2", "r3"] = "off"
     """Of a mixture of experts: every token goes to recorded experts, with weights of the trainer's own. "r3": those that the
@@ -134,7 +137,7 @@ class TrainConfig(OptimizerConfig):
     router_bias_update_rate: float = Field(0.0, ge=0)
     """Of a model whose routers have a correction bias: what an optimizer step adds to that of experts with less than the mean of
     all tokens of the update, and takes from the others'."""
-    max_log_prob_gap: float | None = Field(None, gt=0)
+    max_log_prob_gap: Annotated[float | None, FREE] = Field(None, gt=0)
     """The run stops when the mean absolute gap between the log-probs of engine and trainer under the same weights is
     greater in a step, in nats; None only measures it, but for adapters that both compute in float32, of which an engine that
     keeps an older one is found by 0.001."""
@@ -176,13 +179,13 @@ class CriticConfig(OptimizerConfig):
     """The critic: its weights, its optimizer, and how it learns values. What is not here is as in `train`, and so is a
     `micro_batch_tokens` that is not set."""
 
-    path: str | None = None
+    path: Annotated[str | None, OF_TENSORS] = None
     """A Hugging Face folder with weights to begin with, of the policy's vocabulary; a `score.weight` in it, as reward models
     have, is its value head. None: the policy's own, with a head drawn anew."""
     lr: float = Field(1e-5, gt=0)
-    mesh: MeshConfig = MeshConfig()
+    mesh: Annotated[MeshConfig, FREE] = MeshConfig()
     """How the processes that train it share copies of it."""
-    lora: LoraConfig | None = None
+    lora: Annotated[LoraConfig | None, OF_TENSORS] = None
     """Adapters of its own are trained, and its head whole, beside weights that stay as they are; None: all of its weights are,
     also with `train.lora`."""
     only_steps: int = Field(0, ge=0)

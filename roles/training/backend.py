@@ -435,7 +435,7 @@ class Backend(Generic[AnyObjective]):
     def load_checkpoint(self, folder: Path, resets: Sequence[int] = ()) -> dict[str, Any]:
         """What the checkpoint knows beside the state. resets: versions from which the optimizer is fresh; the moments of such a
         checkpoint stay there."""
-        kept = checkpoint.load(folder, self.model, self.optimizer)
+        kept = checkpoint.load(folder, self.model, self.optimizer, group=self._groups.saving)
         if kept.get("version") in resets:
             for state in self.optimizer.state.values():
                 for tensor in state.values():

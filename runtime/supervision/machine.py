@@ -75,7 +75,8 @@ class Supervision:
     """The machine. Every method but the questions at its end takes the time and returns what is to be done, in order.
 
     `incarnations` are the highest numbers already used for each child; `can_restart` says whether there is a state to
-    begin a new attempt from, in this run or in one that is resumed.
+    begin a new attempt from, in this run or in one that is resumed; `find_state` chooses it, once nothing runs any more, and
+    says whether there was one.
     """
 
     def __init__(
@@ -86,12 +87,13 @@ class Supervision:
         attempt: int = 0,
         incarnations: Mapping[str, int] | None = None,
         can_restart: Callable[[], bool] = lambda: True,
+        find_state: Callable[[], bool] = lambda: True,
     ) -> None:
         self._used = incarnations or {}
         self._lives = {child.name: Life(child, self._used.get(child.name, 0)) for child in children}
         self._restarts_of_left: Counter[str] = Counter()
         self._limits = limits
-        self._can_restart = can_restart
+        self._can_restart, self._find_state = can_restart, find_state
         self.attempt = attempt
         self.phase = Phase.RUNNING
         self.num_global_restarts = 0
@@ -602,6 +604,9 @@ class Supervision:
         if self.phase is Phase.STOPPING and all(life.state in OVER for life in lives if not life.child.service):
             return self._close(now)
         if self.phase is Phase.RESTARTING and all_over:
+            if not self._find_state():
+                assert self._first is not None
+                return self._fail("no checkpoint is whole to start again from", self._first, now)
             self.phase = Phase.RUNNING
             self._open.clear()
             self._committed = False

@@ -64,6 +64,8 @@ class SupervisorConfig:
     """The first attempt of this supervisor's life; a resumed run goes on counting."""
     can_restart_globally: Callable[[], bool] = lambda: True
     """Whether there is a whole checkpoint to begin another attempt from; asked at each escalation and at the end of a stop."""
+    find_state: Callable[[], bool] = lambda: True
+    """Chooses the whole checkpoint that another attempt begins from, once nothing runs any more; False where there is none."""
     finds_state: bool = True
     """Whether role groups that all start again together find what they had: state in memory that outlives them, or none."""
     modules: tuple[str, ...] = ()

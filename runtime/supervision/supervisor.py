@@ -109,6 +109,7 @@ class Supervisor(Actor):
             attempt=config.attempt,
             incarnations=used_incarnations(config.run_dir),
             can_restart=config.can_restart_globally,
+            find_state=config.find_state,
         )
         self._lives: dict[str, Incarnation] = {}
         self._faults = list(config.kill)

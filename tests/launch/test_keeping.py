@@ -40,7 +40,7 @@ def save(run: Path, *versions: int) -> None:
     for version in versions:
         folder = folder_of(run / "checkpoints", version)
         folder.mkdir(parents=True)
-        (folder / MARKER).touch()
+        (folder / MARKER).write_text("{}\n")
 
 
 def left(run: Path) -> list[int]:

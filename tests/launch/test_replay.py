@@ -68,6 +68,7 @@ def test_a_step_that_cannot_be_had_is_refused_with_those_that_can_before_anythin
 def test_a_replay_goes_on_from_links_to_the_checkpoint_and_to_weights_that_never_change(tmp_path: Path) -> None:
     run, to = tmp_path / "run", tmp_path / "to"
     source = checkpoint(run, 4)
+    (run / "config.resolved.json").write_text("{}")
     for folder, weights in ((run, "true"), (to, "built again")):
         (folder / "model").mkdir(parents=True)
         (folder / "model" / "w").write_text(weights)

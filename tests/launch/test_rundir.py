@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rondo.launch.rundir import RunDir, existing_run, owner, read_json, supervisor_record, write_json
+from rondo.launch.rundir import RunDir, existing_run, newest_run, owner, read_json, supervisor_record, write_json
 from rondo.runtime import formats
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import TAKEN
@@ -199,6 +199,25 @@ def test_a_record_left_by_a_killed_run_counts_for_nothing(tmp_path: Path) -> Non
         left = (run.path / "supervisor.json").read_bytes()
     (run.path / "supervisor.json").write_bytes(left)
     assert supervisor_record(run.path) is None
+
+
+def test_a_run_is_found_by_the_name_that_it_recorded_and_of_several_starts_the_last_is_it(tmp_path: Path) -> None:
+    def begun(folder: str, name: str, at: float) -> None:
+        (tmp_path / folder).mkdir()
+        write_json(tmp_path / folder / "config.resolved.json", {"name": name})
+        write_json(tmp_path / folder / "environment.json", {"time": at})
+
+    begun("exp-2", "exp-2", 9.0)  # a run of that name, and no second start of exp
+    assert newest_run(tmp_path, "exp") is None
+    for folder, name, at in (
+        ("exp", "exp", 1.0), ("exp-3", "exp", 4.0), ("exp-4", "exp", 3.0), ("exp-large", "exp-large", 9.0),
+        ("exp-eval", "exp", 9.0), ("exp-05", "exp", 9.0), ("old-exp", "exp", 9.0), ("exp-2-2", "exp-2", 10.0),
+    ):  # fmt: skip
+        begun(folder, name, at)
+    (tmp_path / "exp-6").symlink_to("exp-2")
+    assert newest_run(tmp_path, "exp") == tmp_path / "exp-3"  # exp-4 was there before exp was removed and started again
+    assert newest_run(tmp_path, "exp-2") == tmp_path / "exp-2-2"
+    assert newest_run(tmp_path, "ex") is newest_run(tmp_path / "nowhere", "exp") is None
 
 
 def test_a_folder_that_is_no_run_is_told_with_the_runs_there_are(tmp_path: Path) -> None:

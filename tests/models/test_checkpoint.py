@@ -135,8 +135,12 @@ def test_a_checkpoint_of_a_newer_release_is_refused(tmp_path: Path) -> None:
     model, optimizer = trained(0)
     checkpoint.save(tmp_path / "step_000001", model, optimizer, {})
     marker = tmp_path / "step_000001" / "COMPLETE"
-    marker.write_text(marker.read_text().replace(f'"format":{formats.CHECKPOINT}', '"format":99'))
+    told = json.loads(marker.read_text()) | {"format": 99, "release": "99.0"}
+    marker.write_text(json.dumps(told))
     with pytest.raises(ConfigError, match=r"step_000001 must be of format \d+ or older, got 99, which rondo"):
+        checkpoint.load(tmp_path / "step_000001", model, optimizer)
+    marker.write_text(json.dumps(told | {"release": formats.release()}))
+    with pytest.raises(CorruptData, match="got a damaged COMPLETE marker"):
         checkpoint.load(tmp_path / "step_000001", model, optimizer)
     marker.write_text("1\n")  # as the first releases wrote it
     assert checkpoint.load(tmp_path / "step_000001", model, optimizer) == {}

@@ -1,8 +1,8 @@
 """TensorBoard: an event file, written without TensorBoard.
 
 Owns the bytes: TFRecord frames of `Event` messages with plain float summaries, one frame a point. The file itself says which
-points it has: frame n + 1 is point n, behind the frame of the version; what is left of a torn one is cut off. A frame's bytes
-follow from its point, so that one that is written again is what a reader saw before.
+points it has: frame n + 1 is point n, behind the frame of the version and without those of a restart; what is left of a torn one
+is cut off. A frame's bytes follow from its point, so that one that is written again is what a reader saw before.
 
     frame: length u64 | crc(length) u32 | message | crc(message) u32          crc: CRC-32C, masked
 """
@@ -18,6 +18,8 @@ from rondo.launch.track.points import Point
 from rondo.launch.track.settings import TrackerConfig
 
 _LENGTH, _HEAD, _CRC = struct.Struct("<Q"), struct.Struct("<QI"), struct.Struct("<I")
+_RESTART = b"\x3a\x02\x08\x01"
+"""A session that starts, `Event.session_log`, with which such a frame begins."""
 _POLYNOMIAL = 0x82F63B78
 
 
@@ -39,8 +41,10 @@ class TensorBoard:
         values = b"".join(
             _field(1, _field(1, name.encode()) + b"\x15" + _float(value)) for name, value in point.values.items()
         )
-        event = b"\x09" + struct.pack("<d", point.time) + b"\x10" + _varint(point.step) + _field(5, values)
-        self._pending += _frame(event)
+        at = b"\x09" + struct.pack("<d", point.time) + b"\x10"
+        if point.went_back_to is not None:  # TensorBoard forgets what is of this step, and of later ones
+            self._pending += _frame(_RESTART + at + _varint(point.went_back_to))
+        self._pending += _frame(at + _varint(point.step) + _field(5, values))
 
     def flush(self) -> bool:
         while self._pending:
@@ -59,7 +63,8 @@ class TensorBoard:
             end = at + _HEAD.size + length + _CRC.size
             if end > size or crc != _masked(head[: _LENGTH.size]):
                 break
-            at, num = end, num + 1
+            restarts = os.pread(self._fd, len(_RESTART), at + _HEAD.size) == _RESTART
+            at, num = end, num + (not restarts)
         return num, at
 
 

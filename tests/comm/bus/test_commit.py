@@ -70,7 +70,7 @@ def actor(run_dir: Path, other: float) -> tuple[ActorRole, ScriptedTrainer]:
     folder = run_dir / "checkpoints" / "step_000002"
     folder.mkdir(parents=True)
     (folder / "index.json").write_bytes(orjson.dumps({"version": 2}))
-    (folder / "COMPLETE").touch()
+    (folder / "COMPLETE").write_text("2\n")
     ctx = cast(Any, SimpleNamespace(run_dir=run_dir, rank=0, world_size=2, compute=compute, section=section))
     role = ActorRole(ctx)
     trainer = ScriptedTrainer(other)

@@ -133,7 +133,7 @@ async def test_a_run_that_goes_on_from_a_checkpoint_evaluates_its_version_and_no
         saved = {"version": 2, "index": run.coordinator.index.dump()}
         (folder / "index.json").write_bytes(orjson.dumps(saved))
         await run.stop()
-        (folder / "COMPLETE").touch()
+        (folder / "COMPLETE").write_text("2\n")
         run.attempt = 1
         await run.start()
         assert run.coordinator.index.attempt == 1 and run.coordinator.index.versions.pins == {}

@@ -59,7 +59,7 @@ class Disk:
         folder.mkdir(parents=True)
         if beside is not None:
             beside(folder)
-        (folder / MARKER).touch()
+        (folder / MARKER).write_text("{}\n")
         index = orjson.loads(orjson.dumps(extra)).get("index")
         self.done.append(f"{folder.name} " + ("of a part" if index is None else f"with index {index['at']}"))
 
@@ -208,7 +208,7 @@ async def test_a_version_that_has_its_checkpoint_is_not_saved_again(tmp_path: Pa
     disk, told = Disk(), list[dict[str, Any]]()
     folder = tmp_path / "checkpoints" / "step_000002"
     folder.mkdir(parents=True)
-    (folder / MARKER).touch()
+    (folder / MARKER).write_text("{}\n")
     async with asyncio.TaskGroup() as tasks:
         await saving(tmp_path, disk, told, tasks).save(2, final=False)
     assert (disk.done, told) == ([], [])
