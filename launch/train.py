@@ -230,7 +230,7 @@ def _changed(
         )
     if not found:
         return config
-    _refuse(found, changed, run.path, sets, accept_changes=accept_changes)
+    _refuse(found, changed, references(config), run.path, sets, accept_changes=accept_changes)
     before, after = ({role for group in each.role_groups for role in group.roles} for each in (config, changed))
     if before != after:
         raise ConfigError(
@@ -264,8 +264,16 @@ def _changed(
 
 
 def _refuse(
-    found: Sequence[Change], config: RunConfig, run: Path, sets: Sequence[str], *, accept_changes: bool
+    found: Sequence[Change],
+    config: RunConfig,
+    before: Sequence[tuple[str, str]],
+    run: Path,
+    sets: Sequence[str],
+    *,
+    accept_changes: bool,
 ) -> None:
+    """ConfigError for changes `found` that a run cannot have, or has only with `accept_changes`. `before`: the references to
+    functions in the settings that it has."""
     another = "start another run with `rondo train`, from its weights by model.path and `rondo export`"
     if stays := [each for each in found if each.on_resume.kind == "fixed"]:
         raise ConfigError(
@@ -276,7 +284,7 @@ def _refuse(
             )
         )
     trained = ("train", "critic") if config.own is None else (config.job,)
-    for path, reference in references(config):
+    for path, reference in [each for each in references(config) if each not in before]:
         file = reference.partition(":")[0]
         if file.endswith(".py") and run / FOLDER not in Path(file).absolute().parents:
             raise ConfigError(

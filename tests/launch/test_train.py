@@ -7,19 +7,23 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
 
-from rondo.launch import cli, train
-from rondo.launch.config import load, resolve
+from rondo.launch import cli, manifest, train
+from rondo.launch.check.findings import Facts
+from rondo.launch.config import RunConfig, load, resolve
+from rondo.launch.differences import Differences
 from rondo.launch.plan import coordinator_config
-from rondo.launch.report.summary import Summary, write
+from rondo.launch.report.summary import Summary, changes, write
 from rondo.launch.rundir import RunDir, read_json, write_json
 from rondo.launch.train import TrainOptions
 from rondo.runtime.admin.endpoint import listen
+from rondo.runtime.checkpoints import folder_of, publish
 from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision.nursery import Nursery
@@ -30,6 +34,7 @@ QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.py"
 
 STOPPED = """
 import contextlib, sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from rondo.launch import cli, train
 from rondo.launch.rundir import RunDir
@@ -194,6 +199,127 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(train, "main", start)
     monkeypatch.setattr(train, "resume", go_on)
     return done
+
+
+@pytest.fixture
+def resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Resumed:
+    """A run with two checkpoints, what it is told to go on with, and the settings that its processes would find."""
+    config = load(QUICKSTART, [f"run_dir={tmp_path}", "name=demo", "num_steps=4", "train.warmup_steps=1"])
+    with RunDir.create(tmp_path, "demo", resolve(config)) as run:
+        for version in (2, 4):
+            (tmp_path / "aside").mkdir()
+            (tmp_path / "aside" / "weights").write_bytes(bytes(range(100)))
+            publish(tmp_path / "aside", folder_of(run.checkpoints, version))
+        write_json(run.path / "prepared.json", {"model_path": "model", "first_devices": {}})
+        (run.path / "model").mkdir()
+        write_json(run.path / "model" / "config.json", {})
+        write_json(run.path / "coordinator.json", coordinator_config(config, 40))
+        write_json(run.path / "data.json", {})
+        manifest.write(run.path)
+    done = Resumed(run.path)
+    monkeypatch.setattr(train, "differences", lambda run, config: Differences((), (), None))
+    monkeypatch.setattr(train, "require", lambda *_: Facts(num_rows=40, fingerprints={}))
+
+    def go_on(config: RunConfig, *_: Any, **__: Any) -> int:
+        done.settings.append(config)
+        return 0
+
+    monkeypatch.setattr(train, "_run", go_on)
+    return done
+
+
+@dataclass
+class Resumed:
+    run: Path
+    settings: list[RunConfig] = field(default_factory=list)
+
+    def refused(self, *sets: str, **options: Any) -> str:
+        before = {path: path.read_bytes() for path in self.run.rglob("*") if path.is_file() and path.name != ".owner"}
+        with pytest.raises(ConfigError) as caught:
+            train.resume(self.run, sets, **options)
+        found = {path: path.read_bytes() for path in self.run.rglob("*") if path.is_file() and path.name != ".owner"}
+        assert self.settings == [] and found == before
+        return str(caught.value)
+
+
+def test_a_run_goes_on_from_the_next_older_checkpoint_where_the_newest_is_broken_and_nothing_is_removed(
+    resumed: Resumed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest = resumed.run / "checkpoints" / "step_000004"
+    (newest / "weights").write_bytes(bytes(100))
+    broken = f"{newest} must be a checkpoint as it was written, got weights with other bytes. Choose a whole one"
+    assert resumed.refused(checkpoint="4") == broken
+    assert train.resume(resumed.run) == 0 and len(resumed.settings) == 1
+    out = capsys.readouterr().out.splitlines()
+    assert out == [
+        f"set aside as checkpoints/set_aside/step_000004.broken: {broken}",
+        "run demo goes on from step_000002",
+    ]
+    assert (resumed.run / "checkpoints" / "set_aside" / "step_000004.broken" / "weights").read_bytes() == bytes(100)
+    assert '"goes_on_from":2' in (resumed.run / "metrics.jsonl").read_text()
+    (resumed.run / "checkpoints" / "step_000002" / "COMPLETE").unlink()
+    with pytest.raises(ConfigError, match="RUN must have a whole checkpoint to go on from, got none in "):
+        train.resume(resumed.run)
+
+
+def test_settings_that_do_not_say_what_is_learnt_change_with_a_resume_and_extend_a_run_that_is_over(
+    resumed: Resumed, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = [
+        "num_steps=6",
+        "train.save_every=1",
+        "evaluation.every=2",
+        "role_groups.0.threads=2",
+        "supervision.grace_s=9",
+    ]
+    assert train.resume(resumed.run, sets) == 0
+    (config,) = resumed.settings
+    assert (config.num_steps, config.train.save_every, config.supervision.grace_s) == (6, 1, 9)
+    assert train.settings_of(resumed.run) == config
+    rules = read_json(resumed.run / "coordinator.json")
+    assert (rules["rules"]["num_steps"], rules["evaluate_every"]) == (6, 2)
+    assert "changed from step 4 on: num_steps was 4, and is 6" in capsys.readouterr().out
+    (told,) = read_json(resumed.run / "environment.json")["changes"]
+    assert told["version"] == 4 and told["settings"]["num_steps"] == [4, 6]
+    assert changes(resumed.run)["num_steps (step 4)"] == "4 -> 6"
+    assert manifest.gathered(resumed.run) == read_json(resumed.run / "manifest.json")
+    assert manifest.gathered(resumed.run)["changes"]["train.save_every (step 4)"] == "- -> 1"
+    before = (resumed.run / "config.resolved.json").read_bytes()
+    assert train.resume(resumed.run, ["num_steps=6"]) == 0  # which it is already
+    assert len(read_json(resumed.run / "environment.json")["changes"]) == 1
+    assert (resumed.run / "config.resolved.json").read_bytes() == before and resumed.settings[1] == config
+
+
+def test_settings_that_change_what_is_learnt_are_accepted_or_refused_and_others_stay_with_both_ways_out(
+    resumed: Resumed,
+) -> None:
+    text = resumed.refused("train.lr=0.001", "num_steps=6")
+    assert text == (
+        "settings must not change what a run learns without being accepted, got 1:\n"
+        "  train.lr was 0.0002, and is 0.001\n"
+        f"Go on with them: `rondo resume {resumed.run} --set train.lr=0.001 --set num_steps=6 --accept-changes`; or leave them "
+        "out, or start another run with `rondo train`, from its weights by model.path and `rondo export`"
+    )
+    for setting, now, why in (
+        ("seed", "7", "the order of the data and every draw follow from it"),
+        ("model.build_args.num_layers", "3", "its checkpoint holds the tensors of that model"),
+        ("rollout.samples_per_prompt", "9", "its ledger counts prompt groups of so many samples"),
+        ("data.shuffle", "False", "its position in the data counts in the order that follows from it"),
+        ("run_dir", "'elsewhere'", "the run is known by it"),
+    ):
+        text = resumed.refused(f"{setting}={now}", accept_changes=True)
+        assert text.startswith(f"{setting} must stay ") and f"since {why}, got " in text
+        assert "Leave it out, or start another run" in text
+    assert resumed.refused("num_steps=3").startswith("num_steps must be at least the 4 steps that are trained, got 3.")
+    own = resumed.refused("reward.function=/nowhere/mine.py:f", accept_changes=True)
+    assert own.startswith(
+        f"reward.function must be a function of the run's own code, {resumed.run}/code, or of a package"
+    )
+    assert resumed.refused("num_step=6").startswith("num_step must be a field of RunConfig")
+    assert train.resume(resumed.run, ["train.lr=0.001", "train.schedule=cosine"], accept_changes=True) == 0
+    assert resumed.settings.pop().train.lr == 0.001
+    text = resumed.refused("num_steps=6")  # the schedule, which ends with the run, is another one with it
+    assert "got 1 (the learning rate of train falls until the last step):\n  num_steps was 4, and is 6\n" in text
 
 
 def test_resume_or_start_goes_on_where_there_is_something_to_go_on_from_and_says_so(

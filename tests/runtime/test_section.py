@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import pytest
 from pydantic import Field, ValidationError
@@ -17,7 +17,17 @@ from pydantic import Field, ValidationError
 from rondo.runtime.config import AdminConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.reference import as_reference, load_file, load_reference, relative_to
-from rondo.runtime.section import FunctionRef, Section, explain, references, with_references
+from rondo.runtime.section import (
+    FREE,
+    LEARNT,
+    FunctionRef,
+    Section,
+    changes,
+    explain,
+    fixed,
+    references,
+    with_references,
+)
 
 
 class Inner(Section):
@@ -257,3 +267,40 @@ def test_the_admin_endpoint_elsewhere_needs_a_token_file() -> None:
     assert told(AdminConfig, "admin", host="0.0.0.0").startswith(
         "admin.token_file must be set when admin.host is not loopback, got host '0.0.0.0' without a token."
     )
+
+
+KEPT = fixed("it is said once")
+
+
+class Marked(Section):
+    free: Annotated[int, FREE] = 0
+    kept: Annotated[str | None, KEPT] = None
+    plain: float = 0.0
+    inner: Inner = Inner()
+    whole: Annotated[Inner | None, FREE] = None
+    named: dict[str, Inner] = Field(default_factory=dict)
+
+
+class Tree(Section):
+    marked: Marked = Marked()
+    all_free: Annotated[Marked, FREE] = Marked()
+
+
+@pytest.mark.parametrize(
+    "tree, path, was, now, mark",
+    [
+        ({"marked": {"free": 1}}, "marked.free", 0, 1, FREE),
+        ({"marked": {"kept": "a"}}, "marked.kept", None, "a", KEPT),
+        ({"marked": {"plain": 1.5}}, "marked.plain", 0.0, 1.5, LEARNT),  # what nobody has marked
+        ({"marked": {"inner": {"speed": 2}}}, "marked.inner.speed", 1.0, 2.0, LEARNT),
+        ({"marked": {"whole": {}}}, "marked.whole", None, Inner(), FREE),
+        ({"marked": {"named": {"a": {}}}}, "marked.named.a", None, Inner(), LEARNT),
+        ({"all_free": {"kept": "a"}}, "all_free.kept", None, "a", FREE),  # the section's mark is that of all in it
+    ],
+)
+def test_a_changed_setting_has_the_mark_of_its_section_or_its_own_and_else_changes_what_is_learnt(
+    tree: dict[str, object], path: str, was: object, now: object, mark: object
+) -> None:
+    (found,) = changes(Tree(), Tree.model_validate(tree))
+    assert (found.path, found.was, found.now, found.on_resume) == (path, was, now, mark)
+    assert list(changes(Tree(), Tree())) == []

@@ -15,6 +15,7 @@ from rondo.launch.dashboard import samples as samples_module
 from rondo.launch.dashboard.blocks import FOLDER, Blocks
 from rondo.launch.dashboard.metrics import Metrics, chosen, decimate
 from rondo.launch.dashboard.samples import Samples, Wanted
+from rondo.runtime.checkpoints import goes_on_from
 from tests.launch.dashboard.runs import a_run, evaluated, lines, of_step, sample
 
 
@@ -81,6 +82,26 @@ def test_an_index_of_another_run_in_the_same_place_is_not_believed(
     lines(run / "metrics.jsonl", [of_step(step, loss=9.0) for step in range(60)])
     second, found = all_of(run)
     assert set(found["loss"]["mean"]) == {9.0}  # type: ignore[index]
+    second.close()
+
+
+@pytest.mark.parametrize("block_bytes", [1, 1 << 20])
+def test_curves_are_those_of_the_branch_that_goes_on_also_from_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block_bytes: int
+) -> None:
+    monkeypatch.setattr(metrics_module, "_BLOCK_BYTES", block_bytes)
+    run = a_run(tmp_path, steps=40)
+    first, _ = all_of(run)
+    goes_on_from(run, 20)
+    first.advance()
+    assert first.series(["loss"], None, None, 100)["loss"]["num"] == 20 and first.last == {}
+    assert [each["version"] for each in first.evaluations()] == [0]
+    lines(run / "metrics.jsonl", [of_step(20, loss=9.0), evaluated(21, 0.5)])
+    first.advance()
+    first.close()
+    second, found = all_of(run)
+    assert found["loss"]["mean"] == [*(-float(step) for step in range(20)), 9.0]  # type: ignore[index]
+    assert [each["version"] for each in second.evaluations()] == [0, 21] and second.last["loss"] == 9.0
     second.close()
 
 

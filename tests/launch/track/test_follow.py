@@ -21,6 +21,7 @@ from rondo.launch.track.beside import Beside
 from rondo.launch.track.follow import follow
 from rondo.launch.track.settings import TrackerConfig, missing
 from rondo.launch.track.trackers import tensorboard
+from rondo.runtime.checkpoints import goes_on_from
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.processes import process
 from tests.launch.configs import write
@@ -39,6 +40,11 @@ def made_run(folder: Path, num_steps: int = 6) -> Path:
 
 def events(run: Path) -> list[tuple[int, dict[str, float]]]:
     """(step, {tag: value}) of every event of a run's files, read as TensorBoard's format has them."""
+    return list(map(_event, messages(run)))
+
+
+def messages(run: Path) -> list[bytes]:
+    """Those of a run's files, but for the version."""
     found = []
     for path in sorted((run / "tensorboard").iterdir()):
         data, at = path.read_bytes(), 0
@@ -47,7 +53,7 @@ def events(run: Path) -> list[tuple[int, dict[str, float]]]:
             found.append(data[at + 12 : at + 12 + length])
             at += 12 + length + 4
         assert at == len(data) and found[0] == b"\x1a\x0dbrain.Event:2"
-    return [_event(message) for message in found[1:]]
+    return found[1:]
 
 
 def _event(message: bytes) -> tuple[int, dict[str, float]]:
@@ -89,6 +95,20 @@ def test_an_event_file_has_every_point_once_and_a_second_time_adds_nothing(tmp_p
     assert [number for number, _ in found] == [0, 1, 2, 3, 4, 5, 3]
     assert found[2] == (2, {"train/reward_mean": 0.5, "train/loss": 0.5})
     assert found[6] == (3, {"evaluation/reward": 0.25, "evaluation/num_samples": 4.0})
+
+
+def test_an_event_file_forgets_what_a_run_went_back_behind_and_is_followed_on_from_there(tmp_path: Path) -> None:
+    run = made_run(tmp_path / "demo", 4)
+    follow(run, BOARD, over)
+    goes_on_from(run, 2)
+    for number in (2, 3):
+        with (run / "metrics.jsonl").open("ab") as file:
+            file.write(json.dumps(step(number, loss=9.0)).encode() + b"\n")
+        follow(run, BOARD, over)
+    found = messages(run)
+    restart = b"\x3a\x02\x08\x01\x09" + struct.pack("<d", 2.0) + b"\x10\x02"  # SessionLog.START, whose step 2 is
+    assert found.index(restart) == 5 and found.count(restart) == 1
+    assert [_event(each)[0] for each in found if each != restart] == [0, 1, 2, 3, 3, 2, 3]
 
 
 def test_a_value_beyond_float32_is_infinite(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import orjson
 
 from rondo.launch.track.points import Point, Points
+from rondo.runtime.checkpoints import goes_on_from
 
 
 def step(number: int, **figures: object) -> dict[str, object]:
@@ -87,6 +88,24 @@ def test_torn_lines_are_left_out_and_one_that_is_still_written_waits(tmp_path: P
         file.write(b'"reward_mean":1}\n')
     assert [(each.number, each.step) for each in points.read()] == [(3, 2)]
     assert points.read() == Points(tmp_path / "none").read() == []
+
+
+def test_what_a_run_that_went_back_trains_again_are_points_again_and_the_first_says_so(tmp_path: Path) -> None:
+    path = written(tmp_path / "metrics.jsonl", *map(step, range(4)), evaluation(2), evaluation(4))
+    points = Points(path)
+    assert [each.step for each in points.read()] == [0, 1, 2, 3, 2, 4]
+    goes_on_from(tmp_path, 2)
+    assert points.read() == []
+    points = Points(path, orjson.loads(orjson.dumps(points.state())))
+    with path.open("ab") as file:
+        file.writelines(
+            orjson.dumps(each) + b"\n" for each in (step(2, loss=9.0), step(3), evaluation(2), evaluation(4))
+        )
+    assert [(each.number, each.step, each.went_back_to) for each in points.read()] == [
+        (7, 2, 2),
+        (8, 3, None),
+        (9, 4, None),
+    ]
 
 
 def test_what_is_no_record_of_a_run_is_left_out(tmp_path: Path) -> None:

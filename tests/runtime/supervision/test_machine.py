@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -54,9 +55,12 @@ class Run:
         *,
         children: tuple[Child, ...] = CHILDREN,
         can_restart: bool = True,
+        find_state: Callable[[], bool] = lambda: True,
         incarnations: dict[str, int] | None = None,
     ) -> None:
-        self.machine = Supervision(children, limits, incarnations=incarnations, can_restart=lambda: can_restart)
+        self.machine = Supervision(
+            children, limits, incarnations=incarnations, can_restart=lambda: can_restart, find_state=find_state
+        )
         self.now = 1000.0
         self.notes: list[Note] = []
         self.begun = self.do(self.machine.begin(self.now))
@@ -237,6 +241,27 @@ def test_each_child_has_its_own_intensity_and_a_new_attempt_forgets_it() -> None
     for _ in range(3):
         run.crash("rollout-0")
     assert run.machine.attempt == 1 and run.machine.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_new_attempt_chooses_its_checkpoint_once_nothing_runs_and_without_a_whole_one_the_run_ends(
+    is_whole: bool,
+) -> None:
+    looks = list[State]()
+
+    def find_state() -> bool:
+        looks.extend(view.state for view in run.machine.views())
+        return is_whole
+
+    run = Run(find_state=find_state).up()
+    for _ in range(LIMITS.max_restarts):
+        run.crash("actor-0")
+    run.fail("actor-0")
+    last = [action for view in run.machine.views() if looks == [] for action in run.gone(view.name)]
+    assert State.READY not in looks and State.STARTING not in looks and looks
+    assert run.machine.phase is (Phase.RUNNING if is_whole else Phase.FINISHED)
+    assert (last[-1] == Finish(1)) is not is_whole
+    assert is_whole or run.notes[-1].data["why"] == "no checkpoint is whole to start again from"
 
 
 def test_the_store_and_all_role_groups_start_again_together_when_all_are_gone_and_the_coordinator_goes_on() -> None:
