@@ -46,6 +46,36 @@ def test_the_newest_checkpoint_of_a_run_or_the_one_that_is_named_becomes_a_folde
         assert loaded.dtype == dtype and set(loaded.model.norm.weight.tolist()) == {version}
 
 
+def test_weights_that_are_not_what_was_written_are_never_exported(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    newest, older = (run / "checkpoints" / f"step_00000{version}" for version in (2, 1))
+    flip(newest / "shards" / "__0_0.distcp")
+    assert main(["check", str(run)]) == EXIT_USAGE
+    said = capsys.readouterr().out
+    assert "ok     step_000001 is whole\n" in said and "__0_0.distcp with other bytes" in said
+    assert main(["export", str(newest), str(tmp_path / "out")]) == EXIT_USAGE
+    assert main(["export", str(run), str(tmp_path / "out"), "--checkpoint", "2"]) == EXIT_USAGE
+    capsys.readouterr()
+    assert main(["export", str(run), str(tmp_path / "out")]) == EXIT_DONE
+    told = capsys.readouterr()
+    assert told.out == f"{tmp_path}/out: step_000001 of quickstart in float32\n"
+    assert told.err.startswith(
+        f"passed over: {newest} must be a checkpoint as it was written, got shards/__0_0.distcp with"
+    )
+    assert newest.is_dir()  # the run may be alive
+    flip(older / "shards" / ".metadata")
+    assert main(["export", str(run), str(tmp_path / "again")]) == EXIT_USAGE and not (tmp_path / "again").exists()
+    assert capsys.readouterr().err.count("\npassed over: ") == 2
+
+
+def flip(file: Path) -> None:
+    """One bit in the middle of a file."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
 def test_of_a_run_of_adapters_these_become_a_folder_or_the_whole_model_does(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -23,7 +23,7 @@ from rondo.launch.report.summary import Summary, changes, write
 from rondo.launch.rundir import RunDir, read_json, write_json
 from rondo.launch.train import TrainOptions
 from rondo.runtime.admin.endpoint import listen
-from rondo.runtime.checkpoints import folder_of, publish
+from rondo.runtime.checkpoints import complete, folder_of, publish, verify
 from rondo.runtime.config import SupervisionConfig
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.supervision.nursery import Nursery
@@ -260,6 +260,14 @@ def test_a_run_goes_on_from_the_next_older_checkpoint_where_the_newest_is_broken
     (resumed.run / "checkpoints" / "step_000002" / "COMPLETE").unlink()
     with pytest.raises(ConfigError, match="RUN must have a whole checkpoint to go on from, got none in "):
         train.resume(resumed.run)
+
+
+def test_a_run_goes_on_from_a_checkpoint_by_its_name_and_newer_ones_are_set_aside(resumed: Resumed) -> None:
+    checkpoints = resumed.run / "checkpoints"
+    assert train.resume(resumed.run, checkpoint="step_000002") == 0
+    assert [each.name for each in complete(checkpoints)] == ["step_000002"]
+    assert verify(checkpoints / "set_aside" / "step_000004")
+    assert '"goes_on_from":2' in (resumed.run / "metrics.jsonl").read_text()
 
 
 def test_settings_that_do_not_say_what_is_learnt_change_with_a_resume_and_extend_a_run_that_is_over(

@@ -25,7 +25,7 @@ from rondo.models.load import load_model
 from rondo.models.optimizer import make_optimizer
 from rondo.models.state import training_state
 from rondo.runtime import formats
-from rondo.runtime.checkpoints import NoRoom, newest_complete
+from rondo.runtime.checkpoints import NoRoom, has, newest_complete, verify
 from rondo.runtime.errors import ConfigError, CorruptData
 from tests.comm.memory import MemorySegment
 from tests.models.builders import LR, folder_of, tiny, train_step
@@ -129,6 +129,37 @@ def test_a_saving_that_gives_way_writes_nothing(tmp_path: Path) -> None:
     assert not checkpoint.write(tmp_path / "step_000002", staged, {}, gives_way=True)
     assert list(tmp_path.iterdir()) == []
     assert checkpoint.write(tmp_path / "step_000002", staged, {})
+
+
+def test_what_is_not_what_was_written_is_not_loaded_and_changes_nothing(tmp_path: Path) -> None:
+    model, optimizer = trained(1)
+    folder = tmp_path / "step_000001"
+    checkpoint.save(folder, model, optimizer, {"version": 1})
+    before = {name: tensor.clone() for name, tensor in training_state(model, optimizer)[0].items()}
+    for name in ("shards/__0_0.distcp", "shards/.metadata", "trainer.json", "index.json"):
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        with pytest.raises(CorruptData, match=f"got {name} with other bytes"):
+            checkpoint.load(folder, model, optimizer)
+        (folder / name).write_bytes(whole)
+    after = training_state(model, optimizer)[0]
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert checkpoint.load(folder, model, optimizer) == {"version": 1}
+
+
+def test_a_folder_for_others_that_is_added_later_is_marked_with_it_and_made_again_where_it_was_not(
+    tmp_path: Path,
+) -> None:
+    source, model = str(folder_of(tmp_path / "source", "llama")), tiny("llama")
+    folder = tmp_path / "step_000001"
+    checkpoint.save(folder, model, make_optimizer(model, lr=LR), {})
+    (folder / "hf").mkdir()  # of one who was killed before it was marked
+    assert not has(folder, "hf")
+    checkpoint.add_result(folder, model, source)
+    assert has(folder, "hf") and verify(folder)
+    (folder / "hf" / "config.json").write_text("{}")
+    with pytest.raises(CorruptData, match=r"hf/config\.json of 2 bytes"):
+        verify(folder)
 
 
 def test_a_checkpoint_of_a_newer_release_is_refused(tmp_path: Path) -> None:

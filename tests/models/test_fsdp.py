@@ -24,6 +24,7 @@ from rondo.models.published import published_shapes
 from rondo.models.routing import enable_replay
 from rondo.models.state import training_state
 from rondo.models.tiny import qwen3_vl
+from rondo.runtime.checkpoints import files_of, verify
 from tests.models.builders import (
     EPS,
     LR,
@@ -253,6 +254,12 @@ def test_a_checkpoint_goes_on_bit_by_bit_on_as_many_ranks(run: Run) -> None:
     assert run.facts["extra"] == {"version": 2}
     assert run.facts["loaded_scores"]
     assert run.facts["after_load"] == run.facts["after_save"]
+
+
+def test_a_checkpoint_of_two_ranks_has_the_digests_of_both(run: Run) -> None:
+    files = files_of(run.out / "step_000002")
+    assert files is not None and {"shards/__0_0.distcp", "shards/__1_0.distcp", "shards/.metadata"} <= files.keys()
+    assert verify(run.out / "step_000002")
 
 
 def test_a_checkpoint_of_two_ranks_goes_on_in_one_process(run: Run) -> None:

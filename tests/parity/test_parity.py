@@ -56,11 +56,16 @@ def test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits(
 ) -> None:
     run = Run(tmp_path / "disturbed")
     kills = [f"{role}@{STEPS.randint(1, 5)}" for role in ("actor", "rollout")]
-    run.stop(run.train(DISTURBED, kills=kills), at_step=STEPS.randint(5, 7))
+    run.stop(run.train(DISTURBED, kills=kills, sets=["num_steps=16"]), at_step=STEPS.randint(5, 7))
     run.kill(run.resume(), at_step=STEPS.randint(9, 11))
     older, newest = complete(run.path / "checkpoints")[-2:]
-    ended = run.resumed(rondo, "--checkpoint", older.name)
-    assert (run.path / "checkpoints" / ASIDE / newest.name / MARKER).is_file()
+    shard = newest / "shards" / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[STEPS.randrange(len(data))] ^= 1 << STEPS.randrange(8)
+    shard.write_bytes(data)
+    ended = run.resumed(rondo, "--set", "num_steps=25")
+    assert f"run parity goes on from {older.name}\n" in ended.output
+    assert (run.path / "checkpoints" / ASIDE / f"{newest.name}.broken" / MARKER).is_file()
     assert [each.name for each in complete(run.path / "checkpoints")] == ["step_000015", "step_000017"]
     assert first_difference(modes["colocate"].path, run.path) is None
     assert ended.summary["attempt"] == 2
