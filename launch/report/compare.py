@@ -67,8 +67,9 @@ def compare(first: Path, second: Path, *, only: int | None = None) -> Comparison
     runs = (first, second)
     ours, theirs = (read_json(run / "config.resolved.json") for run in runs)
     a, b = (gathered(run) for run in runs)
-    parts = ("changes", "code", "packages", "data", "machine")
-    made = {part: {n: pair for n, *pair in parted(a[part], b[part])} for part in parts}
+    made = {
+        part: {n: pair for n, *pair in parted(a[part], b[part])} for part in ("code", "packages", "data", "machine")
+    }
     steps = [step_records(run / "metrics.jsonl") for run in runs]
     bits = None
     if all((run / PARITY).is_dir() for run in runs):
@@ -76,6 +77,7 @@ def compare(first: Path, second: Path, *, only: int | None = None) -> Comparison
     if only is not None:
         return Comparison(made, _parting(*([each for each in of if each["step"] == only] for of in steps)), {}, bits)
     settings = {name: pair for name, *pair in parted(ours, theirs) if name not in ("name", "run_dir")}
+    settings |= {f"changed {name}": pair for name, *pair in parted(a["changes"], b["changes"])}
     return Comparison({"settings": settings} | made, _parting(*steps), _figures(runs, steps), bits)
 
 

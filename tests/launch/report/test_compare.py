@@ -67,6 +67,15 @@ def test_two_runs_are_compared_by_what_they_were_made_of_where_they_part_and_how
     assert told["bits"] is None
 
 
+def test_settings_that_a_resume_changed_are_a_difference_with_the_step_from_which_they_hold(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changes = [{"time": 1.0, "version": 2, "settings": {"train.lr": [0.1, 0.2]}}]
+    a, b = made(tmp_path / "a"), made(tmp_path / "b", changes=changes)
+    assert cli.main(["diff", str(a), str(b)]) == 0
+    assert "settings: 1 differ\n  changed train.lr (step 2): - | 0.1 -> 0.2\n" in capsys.readouterr().out
+
+
 def test_of_deterministic_runs_the_bits_decide(tmp_path: Path) -> None:
     a, b = made(tmp_path / "a"), made(tmp_path / "b")
     for run, checksum in ((a, 11), (b, 12)):
