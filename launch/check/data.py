@@ -185,34 +185,15 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], u
         settings = config.evaluation.named_sets()[name]
         other = settings.data
         every = Order(len(rows), config.seed, shuffle=False)
-        parts.append(
-            _Part(
-                section if other is None else f"{section}.data",
-                rows,
-                other or config.data,
-                every,
-                len(rows),
-                make.prompt,
-                settings.reward is None,
-                own_place if other is None else f"{section}.data",
-            )
-        )
+        at, place = (section, own_place) if other is None else (f"{section}.data",) * 2
+        scored = settings.reward is None
+        parts.append(_Part(at, rows, other or config.data, every, len(rows), make.prompt, scored, place))
     if (own := config.shown) is not None and tokenizers:
         shown, source = opened.shown or demonstrations(config)[0], config.demonstrated()
         name = f"{own.place}.data" if own.data is not None else own.place
         taken = order_of(source, shown, config.seed, own.epochs)
-        parts.append(
-            _Part(
-                name,
-                shown,
-                source,
-                taken,
-                own.num_steps(len(shown)) * own.batch_size,
-                make.demonstration,
-                False,
-                f"{own.place}.data" if own.data is not None else "data",
-            )
-        )
+        most, place = own.num_steps(len(shown)) * own.batch_size, name if own.data is not None else "data"
+        parts.append(_Part(name, shown, source, taken, most, make.demonstration, False, place))
     chats = tokenizers if config.model.path is not None else ()  # one that is built here is trained on no chats
     for part in parts:
         report.look(lambda part=part: usable.extend(_look_at_part(part, report, chats, config.reward)), part.name)  # type: ignore[misc]
@@ -329,10 +310,8 @@ def _look_at_part(part: _Part, report: Report, tokenizers: Sequence[Any], reward
     num_left_out += len(seen.too_long) if part.settings.too_long == "drop" else 0
     if num_left_out == seen.num_rows:
         raise RowError(f"{name}: no row can be used of {looked_at}; the first: {left_out[0]}")
-    setting = f"{part.place}.max_bad_rows"
-    if refusal := seen.broken.refusal(
-        name, setting, part.settings.max_bad_rows, seen.num_read, "rows that were looked at"
-    ):
+    most, where = part.settings.max_bad_rows, "rows that were looked at"
+    if refusal := seen.broken.refusal(name, f"{part.place}.max_bad_rows", most, seen.num_read, where):
         report.add("error", refusal)
     elif seen.broken:
         report.add(
@@ -455,10 +434,8 @@ def _long_warm_ups(config: RunConfig, opened: Opened) -> Iterator[str]:
         trained[shown.place] = (shown, shown.num_steps(len(opened.shown or ())))
     for name, (optimizer, num_steps) in trained.items():
         if optimizer is not None and optimizer.warmup_steps >= max(1, num_steps):
-            yield (
-                f"{name}.warmup_steps {optimizer.warmup_steps} is not less than its {num_steps} steps: the rate rises until "
-                "the last of them"
-            )
+            fact = f"{name}.warmup_steps {optimizer.warmup_steps} is not less than its {num_steps} steps"
+            yield f"{fact}: the rate rises until the last of them"
 
 
 def _doubts(config: RunConfig, opened: Opened) -> Iterator[str]:

@@ -53,6 +53,7 @@ class Item(Protocol):
         """Of its arrays."""
 
 
+_Agree = Callable[[Sequence[float]], Sequence[float]]
 Encode = Callable[[Row], Item]
 """Raises RowError for a row that cannot be used."""
 
@@ -76,13 +77,12 @@ class Learning:
         self._places = Cursor(order_of(source, data, seed, config.epochs), position)
         setting = f"{config.place}.data.max_bad_rows" if config.data is not None else "data.max_bad_rows"
         bad = (config.place, setting, source.max_bad_rows)
-        self._encoded = _Encoded(lambda index: encode(data.row(index)), bad, backend.sum_over_ranks)
-        self._held_out = held_out
-        self._measured = (
-            _Encoded(lambda index: encode(held_out.row(index)), bad, backend.sum_over_ranks)
-            if held_out is not None
-            else None
-        )
+
+        def encoded(rows: Rows) -> _Encoded:
+            return _Encoded(lambda index: encode(rows.row(index)), bad, backend.sum_over_ranks)
+
+        self._encoded, self._held_out = encoded(data), held_out
+        self._measured = None if held_out is None else encoded(held_out)
 
     @property
     def position(self) -> int:
@@ -169,12 +169,7 @@ class _Encoded:
     """Rows as they are trained, the last ones used kept in memory. bad: what the rows are called, which setting says how many of
     them may be unusable, and that share; `agree` sums over ranks."""
 
-    def __init__(
-        self,
-        encode_row: Callable[[int], Item],
-        bad: tuple[str, str, float],
-        agree: Callable[[Sequence[float]], Sequence[float]],
-    ) -> None:
+    def __init__(self, encode_row: Callable[[int], Item], bad: tuple[str, str, float], agree: _Agree) -> None:
         self._encode_row, self._bad, self._agree = encode_row, bad, agree
         self._kept: OrderedDict[int, Item | None] = OrderedDict()
         self._num_bytes = 0
