@@ -289,7 +289,7 @@ def unpacked(path: Path) -> Path:
     """Return the path of what a compressed file holds, which is unpacked into the cache when it is opened first."""
 
     def write(out: IO[bytes]) -> None:
-        with _PACKED[path.suffix](path) as packed:
+        with PACKED[path.suffix](path) as packed:
             shutil.copyfileobj(packed, out, 1 << 20)
 
     try:
@@ -306,11 +306,10 @@ def _open_zst(path: Path) -> Any:
     return pyarrow.CompressedInputStream(str(path), "zstd")
 
 
-_PACKED: Mapping[str, Callable[[Path], Any]] = {
+PACKED: Mapping[str, Callable[[Path], Any]] = {
     ".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open, ".zst": _open_zst,
 }  # fmt: skip
-PACKED = tuple(_PACKED)
-"""Endings of compressed files."""
+"""Endings of compressed files, and what opens them."""
 
 
 def _derived(path: Path, suffix: str, write: Callable[[IO[bytes]], None]) -> Path:
