@@ -401,7 +401,14 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     add = verb(
         "view", _in("rondo.launch.dashboard.server", "main"), "Show runs in a browser, live or over, side by side."
     )
-    add("paths", metavar="RUN", type=Path, nargs="*", default=[Path("runs/latest")], help="default: runs/latest")
+    add(
+        "paths",
+        metavar="RUN",
+        type=Path,
+        nargs="*",
+        default=[Path("runs/latest")],
+        help="or a folder with runs (default: runs/latest)",
+    )
     _add_place(add, 8265)
     text = "Make the samples of a run with programs of yours, here or on another machine, until it ends."
     add = verb("agents", _in("rondo.launch.agents", "main"), text)

@@ -2,6 +2,7 @@
 
     trained = rondo.train(config)              or a config module: rondo.train("quickstart.py", ["train.lr=1e-5"])
     trained.path, trained.summary
+    trained = await rondo.train_async(config)  where an event loop runs that has more to do
 
 Owns a process beside the caller's: a notebook has an event loop and handlers of its own, and a script has threads. What that
 process prints, the caller prints. Does not own the run.
@@ -11,13 +12,15 @@ Invariant: the run does not outlive the caller: an interrupt is Ctrl-C to it, th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from pprint import pformat
@@ -43,17 +46,43 @@ class Trained:
     summary: Summary | None
 
 
-def train(config: RunConfig | Path | str, sets: Sequence[str] = ()) -> Trained:
-    """Runs settings, or a config module with changes as of `--set`, to the end. ConfigError where nothing was started, RondoError
-    with the cause where the run failed, and KeyboardInterrupt after an interrupted run has saved."""
+async def train_async(config: RunConfig | Path | str, sets: Sequence[str] = ()) -> Trained:
+    """Do the same as `train`, in a thread, so that the event loop goes on. If it is cancelled, the run saves and ends first."""
+    started, cancelled = list[subprocess.Popen[str]](), threading.Event()
+
+    def on_start(process: subprocess.Popen[str]) -> None:
+        started.append(process)
+        if cancelled.is_set():
+            process.send_signal(signal.SIGINT)
+
+    run = asyncio.ensure_future(asyncio.to_thread(train, config, sets, on_start=on_start))
+    try:
+        return await asyncio.shield(run)
+    except asyncio.CancelledError:
+        cancelled.set()
+        for process in started:
+            process.send_signal(signal.SIGINT)
+        await asyncio.wait([run])
+        raise
+
+
+def train(
+    config: RunConfig | Path | str,
+    sets: Sequence[str] = (),
+    *,
+    on_start: Callable[[subprocess.Popen[str]], object] = lambda _: None,
+) -> Trained:
+    """Run settings, or a config module with changes as of `--set`, to the end. Raises ConfigError if nothing was started,
+    RondoError with the cause if the run failed, and KeyboardInterrupt after an interrupted run has saved. `on_start` is called
+    with the run's process. An event loop of the calling thread stands still meanwhile; `train_async` is for those."""
     with tempfile.TemporaryDirectory(prefix="rondo-settings-") as folder, tempfile.TemporaryFile("w+") as errors:
         file = written(config, Path(folder)) if isinstance(config, RunConfig) else Path(config)
         changes = [part for text in sets for part in ("--set", text)]
         say("a process of its own looks at settings, data and model, and trains")
         command = [*_COMMAND, str(os.getpid()), "train", str(file), "--plain", *changes]
-        path, code, interrupted = _followed(
-            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
-        )
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+        on_start(process)
+        path, code, interrupted = _followed(process)
         errors.seek(0)
         told = errors.read().strip()
     if interrupted:

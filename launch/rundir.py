@@ -184,6 +184,15 @@ class RunDir(Closing):
             self._claim_fd = None
 
 
+def runs_below(path: Path) -> list[Path]:
+    """Return the run directories in a folder that is none itself, and in folders of it, by name; links aside."""
+    found = [] if (path / "config.resolved.json").is_file() else [*path.glob("*/config.resolved.json")]
+    found += (
+        path.glob("*/*/config.resolved.json") if path.is_dir() and not (path / "config.resolved.json").is_file() else ()
+    )
+    return sorted(file.parent for file in found if not file.parent.is_symlink() and not file.parent.parent.is_symlink())
+
+
 def existing_run(path: Path) -> Path:
     """The real path of a run directory. ConfigError when there is none, or a newer release made it."""
     if not (path / CONFIG).is_file():

@@ -70,13 +70,16 @@ def write_folder(
 def write_adapter(
     folder: Path, model: Any, base: str, dtype: str, tensors: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """The adapter of `model` in `dtype`, with the path or name of its base and the tokenizer there. tensors: None for its own
-    (published names)."""
+    """Write the adapter of `model` in `dtype`, with the name of its base, or the absolute path of a folder, so that peft finds it
+    from anywhere; and the tokenizer. tensors: None for its own (published names)."""
     folder.mkdir(parents=True)
     found = for_peft(published_adapter(model) if tensors is None else tensors)
     told = {name: tensor.to("cpu", getattr(torch, dtype)).contiguous() for name, tensor in found.items()}
     save_file(told, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_bytes(orjson.dumps(config_of(model, base), option=orjson.OPT_INDENT_2))
+    found_from_anywhere = str(Path(base).resolve()) if Path(base).is_dir() else base
+    (folder / "adapter_config.json").write_bytes(
+        orjson.dumps(config_of(model, found_from_anywhere), option=orjson.OPT_INDENT_2)
+    )
     load_tokenizer(base).save_pretrained(folder)
 
 

@@ -19,6 +19,6 @@ if sys.argv[0] == "-m" and not sys.flags.safe_path:
 
 from rondo.runtime.face import lazy
 
-_FACE = {"train": "rondo.launch.from_python", "Trained": "rondo.launch.from_python"}
+_FACE = dict.fromkeys(("train", "train_async", "Trained"), "rondo.launch.from_python")
 __all__ = list(_FACE)
 __getattr__ = lazy(__name__, _FACE)

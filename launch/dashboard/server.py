@@ -48,7 +48,7 @@ from rondo.launch.dashboard.behind import noted
 from rondo.launch.dashboard.media import read
 from rondo.launch.dashboard.run import Run
 from rondo.launch.dashboard.samples import Wanted
-from rondo.launch.rundir import existing_run
+from rondo.launch.rundir import existing_run, runs_below
 from rondo.runtime.admin.endpoint import Failed, failed
 from rondo.runtime.admin.guard import Guard, Scope, TurnedDown
 from rondo.runtime.admin.openapi import BODY, QUERY, Nothing, Operation
@@ -273,9 +273,9 @@ def _file(found: tuple[bytes, str]) -> web.Response:
 
 
 def _named(paths: Sequence[Path]) -> Mapping[str, Run]:
-    """The runs by name, in order, each once."""
+    """Return the runs by name, in order, each once: those named, and all below a folder that is no run itself."""
     found: dict[str, Run] = {}
-    for path in dict.fromkeys(existing_run(path) for path in paths):
+    for path in dict.fromkeys(existing_run(run) for given in paths for run in runs_below(given) or [given]):
         id, number = path.name, 2
         while id in found:
             id, number = f"{path.name}~{number}", number + 1

@@ -15,8 +15,10 @@ from typing import Any
 
 import orjson
 
+from rondo.launch.machine import show_bytes
 from rondo.launch.report.records import evaluation_records, print_json, shown_reward, step_records
 from rondo.launch.report.summary import print_table, read
+from rondo.launch.report.view import Progress, duration
 from rondo.launch.rundir import SupervisorRecord, existing_run, owner, read_json, supervisor_record
 from rondo.runtime.admin.tls import client_context
 from rondo.runtime.checkpoints import newest_complete
@@ -148,9 +150,11 @@ def room_waited_for(run: Path) -> list[str]:
 
 def _print_alive(run: Path, found: dict[str, Any]) -> None:
     print(f"run {run.name}  pid {found['pid']}  {found['url']}")
+    if progress := _progress(run):
+        print(progress)
     print("  ".join(f"{name}={_short(value)}" for name, value in found["health"].items()))
     for role in found["roles"]:
-        print("  " + "  ".join(f"{name}={_short(value)}" for name, value in role.items()))
+        print("  " + "  ".join(_shown(name, value) for name, value in role.items()))
     scaling = found["scaling"]
     if scaling is not None:
         shown = ("request_id", "action", "role", "num_replicas", "status", "selected_engines", "reason")
@@ -158,7 +162,7 @@ def _print_alive(run: Path, found: dict[str, Any]) -> None:
     for endpoint in found["endpoints"]:
         print("  endpoint: " + "  ".join(f"{name}={value}" for name, value in endpoint.items()))
     for wait in found["waits"]:
-        print("  waits: " + "  ".join(f"{name}={_short(value)}" for name, value in wait.items()))
+        print("  waits: " + "  ".join(_shown(name, value) for name, value in wait.items()))
 
 
 def _print_unfinished(run: Path, as_json: bool) -> int:
@@ -178,6 +182,27 @@ def _print_unfinished(run: Path, as_json: bool) -> int:
     advice = f"Go on with `rondo resume {run}`" if saved else "It has no checkpoint: start it again with `rondo train`"
     print(f"run {run.name} ended without a summary after {reached}. {advice}")
     return 1
+
+
+def _progress(run: Path) -> str:
+    """Return the newest step, its reward and loss, the newest evaluation and the time left, "" before the first step."""
+    progress = Progress(read_json(run / "config.resolved.json").get("num_steps") or 0)
+    for record in [*step_records(run / "metrics.jsonl"), *evaluation_records(run / "metrics.jsonl")]:
+        progress.add(record if "step" in record else {"evaluation": record})
+    last, left = progress.last, progress.seconds_left()
+    figures = {"reward": shown_reward(last["reward_mean"], last)} if "reward_mean" in last else {}
+    figures |= {"loss": f"{last['loss']:.4g}"} if "loss" in last else {}
+    figures |= {"evaluation": list(progress.evaluations.values())[-1]} if progress.evaluations else {}
+    shown = [f"step {progress.num_done}/{progress.num_steps}", *(f"{name} {value}" for name, value in figures.items())]
+    return "  ".join(shown + ([f"{duration(left)} left"] if left is not None else [])) if last else ""
+
+
+def _shown(name: str, value: Any) -> str:
+    """`name=value` for people: bytes and seconds in units, "memory=303 MiB"."""
+    for suffix, show in (("_bytes", lambda number: show_bytes(int(number))), ("_s", duration)):
+        if name.endswith(suffix) and isinstance(value, int | float):
+            return f"{'memory' if name == 'rss_bytes' else name.removesuffix(suffix)}={show(value)}"
+    return f"{name}={_short(value)}"
 
 
 def _short(value: Any) -> str:

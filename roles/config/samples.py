@@ -37,7 +37,7 @@ class SamplesConfig(Section):
     """Of the images, sounds and videos of kept samples as they came, once each, for the dashboard; 0 keeps none. Those that no
     sample had for the longest time make room."""
     text_bytes: int = Field(8 << 10, ge=1 << 10, le=1 << 20)
-    """The most that a sample's words take: its prompt as text, label, and reward details. Longer ones are cut."""
+    """The most that the texts of a sample's row take: response, prompt, label, and reward details. Longer ones are cut."""
 
     def refused(self) -> Iterator[str]:
         least, most = self.rewards

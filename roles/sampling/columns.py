@@ -63,9 +63,12 @@ def columns_of(config: JobConfig, made: Sequence[Made], results: Sequence[Reward
     return columns
 
 
-def words_of(row: Row, result: RewardResult, most: int) -> np.ndarray:
-    """What people read beside a sample of `row`, as JSON of at most so many bytes, uint8: texts that are longer are cut."""
-    fields = {"prompt": row.prompt, "label": row.label, "details": result.details, "error": result.error}
+def words_of(row: Row, result: RewardResult, most: int, response: str | None = None) -> np.ndarray:
+    """Return what people read beside the tokens of a sample of `row`, as JSON of at most `most` bytes, uint8; longer texts are
+    cut. `response`: the text of the tokens."""
+    fields = {
+        "response": response, "prompt": row.prompt, "label": row.label, "details": result.details, "error": result.error,
+    }  # fmt: skip
     fields = {name: as_json(value) for name, value in fields.items() if value is not None}
     try:
         text = orjson.dumps(fields, default=str)

@@ -314,8 +314,15 @@ class PromptGroups:
         columns += [Column(each.name, each.dtype, [each.arrays[at] for at, _ in order]) for each in taught]
         if keeps.keep:
             kept = keeps.keeps(lease.group)
-            words = [words_of(row, each.result, keeps.text_bytes) if kept else NOTHING for each in samples]
-            columns.append(Column(WORDS, "uint8", [words[at] for at, _ in order]))
+            words = [
+                words_of(
+                    row, samples[at].result, keeps.text_bytes, self.tokenizer.decode(part.completion.tokens.tolist())
+                )
+                if kept
+                else NOTHING
+                for (at, _), part in zip(order, rows, strict=True)
+            ]
+            columns.append(Column(WORDS, "uint8", words))
         told = [(finish_of(sample.made.last), sample.result.score, sample.verdict) for sample in samples]
         info = [info_of(row, *told[at]) for row, (at, _) in zip(rows, order, strict=True)]
         numbers, parts = [each.number for each in made], [len(each.rows) for each in made]

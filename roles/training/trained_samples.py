@@ -8,7 +8,8 @@ words beside it, which rollout writes on the bus (`sampling/columns.py`). Import
     step round update group sample part reward finish        which row it was, and in which round of its rank
     tokens mask advantages rollout_log_probs policy_versions ...        by the names of `TrainRow`; null where it had none
     media_key media                                          media once a file, behind the first row that has that key
-    prompt label details error finish                        JSON texts
+    response prompt label details error                      JSON texts; response is what the tokens behind the prompt say
+    finish                                                   how it ended
 
 Promise: what stands there is what the loss was given, to the bit. A file is whole or not there. Every row of a committed step
 stands in exactly one, also where ranks were killed or the run resumed: a step's files lie there before it is committed, and of a
@@ -55,13 +56,14 @@ _ARRAYS = (
     "tokens", "mask", "advantages", "rollout_log_probs", "policy_versions", "old_log_probs", "ref_log_probs",
     "teacher_log_probs", "scored_version", "scored_log_probs", "compared_ids", "compared_log_probs", "routed_experts",
 )  # fmt: skip
-_TEXTS = ("prompt", "label", "details", "error")
+_TEXTS = ("response", "prompt", "label", "details", "error")
 
 
 @dataclass(slots=True)
 class TrainedRow:
     """A row as it was trained. `columns`: by the names of `TrainRow`, with `scored_version` int32 [1] and `scored_log_probs` for
-    `scored`. `prompt`, `label` and `details` are as the reward function had them, or a text that was cut."""
+    `scored`. `prompt`, `label` and `details` are as the reward function had them, or a text that was cut. `response`: the text of
+    the tokens behind the prompt, special ones included."""
 
     step: int
     round: int
@@ -73,6 +75,7 @@ class TrainedRow:
     finish: str
     columns: Mapping[str, np.ndarray]
     media: MediaInputs | None = None
+    response: Any = None
     prompt: Any = None
     label: Any = None
     details: Any = None
@@ -238,14 +241,15 @@ def rows_of(path: Path, columns: Iterable[str] | None = None, group: int | None 
 
     name = _NAME.fullmatch(path.name)
     try:
-        asked = None if columns is None else [*_PLACE, "reward", "finish", *_TEXTS, *columns]
+        texts = [each for each in _TEXTS if each in parquet.read_schema(path).names]  # earlier files have no response
+        asked = None if columns is None else [*_PLACE, "reward", "finish", *texts, *columns]
         chosen = None if group is None else [("group", "=", group)]
         table = parquet.read_table(path, columns=asked, partitioning=None, filters=chosen)
         shapes = orjson.loads(table.schema.metadata[b"shapes"])
     except (pa.ArrowInvalid, KeyError, TypeError, orjson.JSONDecodeError) as error:
         raise CorruptData(f"{path} must be a file of trained samples, got none: {error}. Remove it") from error
     given = {each: _split(table[each].combine_chunks(), shapes[each]) for each in _ARRAYS if each in table.column_names}
-    plain = {each: table[each].to_pylist() for each in (*_PLACE, "reward", "finish", *_TEXTS)}
+    plain = {each: table[each].to_pylist() for each in (*_PLACE, "reward", "finish", *texts)}
     media: dict[str, MediaInputs | None] = {}
     keys = table["media_key"].to_pylist() if columns is None else [None] * len(table)
     for at, key in enumerate(keys):
@@ -254,7 +258,7 @@ def rows_of(path: Path, columns: Iterable[str] | None = None, group: int | None 
     found = []
     for at, key in enumerate(keys):
         fields = {each: values[at] for each, values in plain.items()}
-        fields |= {each: None if fields[each] is None else orjson.loads(fields[each]) for each in _TEXTS}
+        fields |= {each: None if fields[each] is None else orjson.loads(fields[each]) for each in texts}
         fields["columns"] = {each: array for each, arrays in given.items() if (array := arrays[at]) is not None}
         fields["media"] = None if key is None else media[key]
         found.append(TrainedRow(**fields, rank=int(name[2]) if name is not None else 0))

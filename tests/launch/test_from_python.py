@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -91,6 +92,28 @@ def test_an_interrupt_is_handed_on_and_raised_when_the_run_has_saved(
     finally:
         signal.signal(signal.SIGINT, before)
     assert capsys.readouterr().out.endswith("saves\n")
+
+
+async def test_an_event_loop_goes_on_beside_a_run_and_a_cancelled_run_saves_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played(monkeypatch, "time.sleep(60)")
+    loop, begun = asyncio.get_running_loop(), asyncio.Event()
+
+    def says(text: str) -> None:
+        sys.stdout.write(text + "\n")
+        if text.startswith("run directory"):
+            loop.call_soon_threadsafe(begun.set)
+
+    monkeypatch.setattr(from_python, "say", says)
+    run = asyncio.create_task(rondo.train_async("config.py"))
+    await begun.wait()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert capsys.readouterr().out.endswith("saves\n")
+    played(monkeypatch, "print('step=1')")
+    assert await rondo.train_async("config.py") == rondo.Trained(Path("runs/demo"), 0, None)
 
 
 @pytest.mark.skipif(not LONG, reason="a whole run")

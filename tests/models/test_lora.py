@@ -235,6 +235,21 @@ def test_the_folder_says_what_peft_reads(tmp_path: Path) -> None:
     assert found.keys() == own.keys() and all(torch.equal(found[name], own[name]) for name in own)
 
 
+def test_the_folder_names_its_base_so_that_it_is_found_from_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    qwen3.build(Path("base"), hidden_size=32, num_layers=2)
+    model = load_model("base")
+    adapt(model, LORA)
+    write_adapter(tmp_path / "adapter", model, "base", "float32")
+    told = json.loads((tmp_path / "adapter" / "adapter_config.json").read_bytes())
+    assert told["base_model_name_or_path"] == str(tmp_path / "base")
+    monkeypatch.chdir("/")
+    base = hf.AutoModelForCausalLM.from_pretrained(told["base_model_name_or_path"])
+    assert base.config.hidden_size == 32
+
+
 def some_layers_dense(folder: Path) -> None:
     """A mixture whose dense layer's products have the names that those of experts have on disk."""
     sizes = SIZES | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -111,6 +111,14 @@ async def test_several_runs_of_one_name_stand_side_by_side(tmp_path: Path) -> No
         assert [run["id"] for run in (await demo.ask("/api/runs"))[1]] == ["demo", "demo~2"]
 
 
+async def test_all_runs_below_a_folder_are_shown_and_links_to_them_once(tmp_path: Path) -> None:
+    a_run(tmp_path / "runs", "a"), a_run(tmp_path / "runs", "b"), a_run(tmp_path / "runs" / "sweep", "c")
+    (tmp_path / "runs" / "latest").symlink_to("b")
+    (tmp_path / "runs" / "notes.txt").write_text("no run")
+    async with page(tmp_path / "runs") as demo:
+        assert [run["id"] for run in (await demo.ask("/api/runs"))[1]] == ["a", "b", "c"]
+
+
 async def test_a_run_without_metrics_yet_is_shown_and_what_comes_follows(tmp_path: Path) -> None:
     with RunDir.create(tmp_path, "demo", {"num_steps": 5}) as run:
         async with page(run.path) as demo:

@@ -30,7 +30,7 @@ from tests.runtime.admin.certificates import CERT, KEY
 class Provider:
     def __init__(self): self.stopped, self.reason = asyncio.Event(), None
     def health(self): return {"ready": True, "healthy": False, "step": 3, "reward_mean": 0.25}
-    def roles(self): return [{"name": "actor-0", "state": "running", "pids": [1, 2]}]
+    def roles(self): return [{"name": "actor-0", "state": "running", "pids": [1, 2], "rss_bytes": 318091264}]
     def waits(self): return [{"waiter": "actor-0", "name": "round", "seconds": 1.25},
         {"waiter": "coordinator", "name": "room for the journal", "seconds": 9.4, "peer": "/runs/demo/journal"}]
     bus = weights = samples = metrics = dict
@@ -43,7 +43,7 @@ async def scaling(request):
 
 async def main(parent):
     provider, token = Provider(), "t" * 32
-    with RunDir.create(parent, "demo", {}) as run:
+    with RunDir.create(parent, "demo", {"num_steps": 10}) as run:
         (parent / "token").write_text(token)
         cert, key = parent / "cert.pem", parent / "key.pem"
         cert.write_text(CERT); key.write_text(KEY); key.chmod(0o600)
@@ -76,12 +76,17 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess
 def test_a_live_run_is_shown_and_stops_when_it_is_asked_to(
     tmp_path: Path, live: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    steps = [{"time": 20 * at, "kind": "metrics", "step": at, "reward_mean": at / 4, "loss": 0.25} for at in range(3)]
+    told = {"kind": "metrics", "evaluation": {"version": 2, "reward": 0.5, "figures": {"pass@1": 0.75}}}
+    records = "".join(json.dumps(record) + "\n" for record in [*steps, told])
+    (tmp_path / "demo" / "metrics.jsonl").write_text(records)
     assert show_status(tmp_path / "latest") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"run demo  pid {live.pid}  https://127.0.0.1:")
     assert lines[1:] == [
+        "step 3/10  reward 0.500  loss 0.25  evaluation pass@1=0.75  2 min 20 s left",
         "ready=True  healthy=False  step=3  reward_mean=0.25",
-        "  name=actor-0  state=running  pids=1,2",
+        "  name=actor-0  state=running  pids=1,2  memory=303 MiB",
         "  scaling: request_id=7  action=scale_out  role=rollout  num_replicas=2  status=CREATING  selected_engines=rollout-1  "
         "reason=load",
         "  waits: waiter=actor-0  name=round  seconds=1.25",

@@ -277,8 +277,8 @@ async def test_a_response_near_its_limit_is_put_with_less_reward_and_says_so(tmp
         kept = copy_samples(bus, orjson.dumps(run.coordinator.index.dump()))
         words = [orjson.loads(each.columns["words"].tobytes()) for each in kept]
         assert words == [
-            {"prompt": "p", "details": {"overlong": -0.25}},
-            {"prompt": "p", "details": {}, "error": "planted"},
+            {"response": "0", "prompt": "p", "details": {"overlong": -0.25}},
+            {"response": "1", "prompt": "p", "details": {}, "error": "planted"},
         ]
     first, second = map(orjson.loads, (tmp_path / "samples" / "step_000000.jsonl").read_bytes().splitlines())
     assert (first["reward"], first["details"]) == (0.75, {"overlong": -0.25}) and second["reward"] is None

@@ -30,7 +30,7 @@ from tests.roles.training.test_trainer_updates import several
 
 __all__ = ["model"]
 ALL = SamplesConfig(keep=1)
-WORDS = np.frombuffer(b'{"prompt":"1 + 1?","details":{"right":1.0}}', np.uint8)
+WORDS = np.frombuffer(b'{"response":"2<end>","prompt":"1 + 1?","details":{"right":1.0}}', np.uint8)
 
 
 class Named(Given):
@@ -105,8 +105,8 @@ def test_what_is_read_is_what_was_trained_to_the_bit(tmp_path: Path) -> None:
     for one, other in zip(batch, found, strict=True):
         same(one, row_of(other))
     assert found[1].media is found[2].media, "media of a prompt group lie there once"
-    assert [(row.group, row.reward, row.finish, row.prompt, row.details) for row in found[:1]] == [
-        (0, 1.0, "stop", "1 + 1?", {"right": 1.0})
+    assert [(row.group, row.reward, row.finish, row.response, row.prompt, row.details) for row in found[:1]] == [
+        (0, 1.0, "stop", "2<end>", "1 + 1?", {"right": 1.0})
     ]
     assert rows_of_step(tmp_path, 4) == [] and rows_of_step(tmp_path, 3, ["tokens"])[0].columns.keys() == {"tokens"}
 
@@ -220,9 +220,9 @@ def test_a_file_that_is_none_of_these_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("details", [{}, {"right": float("nan")}, {"big": 1 << 70}, {"why": "\x00" * 9000}])
 def test_words_fit_whatever_they_are(prompt: Any, details: dict[str, Any]) -> None:
     row = cast(Any, SimpleNamespace(prompt=prompt, label=None))
-    words = words_of(row, RewardResult(1.0, details, None), 1024)
+    words = words_of(row, RewardResult(1.0, details, None), 1024, "because")
     assert 0 < len(words) <= 1024
     found = orjson.loads(words.tobytes())
-    assert found.keys() == {"prompt", "details"}
+    assert found.keys() == {"response", "prompt", "details"}
     if prompt == "why?":
         assert found["prompt"] == "why?" or len(str(details)) > 50
