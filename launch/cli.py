@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
 
 _KILL_AT_STEP = 1
-_RUNS = frozenset({"demo", "train", "sft", "resume", "rerun", "replay", "eval", "serve", "view", "agents"})
+_RUNS = frozenset({"demo", "train", "sft", "resume", "eval", "serve", "view", "agents"})
 """Verbs whose work is not what they print."""
 
 
@@ -355,15 +355,8 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     text = "Tell who is to be told of a run what is left to tell; of one that goes on, until it ends."
     add = verb("alert", _in("rondo.launch.alert.follow", "by_hand"), text, run)
     add("--test", action="store_true", help="send one message to each address instead; RUN may be a CONFIG.py")
-    text = "Start a run again, with the code and settings it had; says before what differs now."
-    add = verb("rerun", _in("rondo.launch.rerun", "rerun"), text, run, plain)
-    add("--dry-run", action="store_true", help="say what differs, and start nothing")
-    _add_sets(add, "with this one changed: --set seed=1")
-    text = "Train a step of a run again, from the samples that it kept, and say what differs."
-    add = verb("replay", _in("rondo.launch.replay", "main"), text, run, plain, as_json)
-    add("--step", type=int, required=True, metavar="K", help="one whose samples were kept (samples.keep)")
     text = "Compare two runs: settings, code, packages, data, machine, the first step at which they part, and the end."
-    add = verb("diff", _in("rondo.launch.report.compare", "show"), text, as_json)
+    add = verb("compare", _in("rondo.launch.report.compare", "show"), text, as_json)
     add("first", metavar="RUN_A", type=Path)
     add("second", metavar="RUN_B", type=Path)
     text = "of deterministic runs: compare which samples were trained, and their order, alone"

@@ -12,7 +12,7 @@ knows it. Where a resume accepts changes the parts, and the manifest with them, 
       packages  versions of all that is installed, Python's, rondo's commit
       machine   host, processor, cores, memory, devices, kernel
 
-`rondo rerun` (`rerun.py`) and `rondo diff` (`report/compare.py`) read it.
+`rondo compare` (`report/compare.py`) reads it.
 """
 
 from __future__ import annotations

@@ -156,11 +156,7 @@ ELSEWHERE = {
     "rondo init mine.py": "tests/launch/test_init.py::test_on_a_terminal_it_asks_again_where_an_answer_cannot_be",
     "rondo status": STOPPED,
     "rondo stop": STOPPED,
-    "rondo rerun runs/quickstart": "tests/launch/test_rerun.py::"
-    "test_a_run_is_started_again_with_its_own_code_and_what_differs_is_said_before",
-    "rondo replay runs/quickstart --step 40": "tests/parity/test_parity.py::"
-    "test_a_step_is_replayed_from_its_kept_samples_to_the_same_bits",
-    "rondo diff runs/quickstart runs/quickstart-2": "tests/launch/report/test_compare.py::"
+    "rondo compare runs/quickstart runs/quickstart-2": "tests/launch/report/test_compare.py::"
     "test_two_runs_are_compared_by_what_they_were_made_of_where_they_part_and_how_they_ended",
     "rondo show --metrics": "tests/launch/metrics/test_metrics.py::"
     "test_the_page_is_what_the_command_prints_and_the_docs_hold",

@@ -1,4 +1,4 @@
-"""`rondo diff RUN_A RUN_B`: what two runs were made of, where they part, and what came out of each.
+"""`rondo compare RUN_A RUN_B`: what two runs were made of, where they part, and what came out of each.
 
 Owns the comparison of settings, code, packages, data, machine, metrics and figures. Does not own the one to the bit, of runs
 that are deterministic (`diff.py`), whose word counts where both have it.
@@ -62,8 +62,7 @@ class Comparison:
         return self.metrics.step is not None if self.bits is None else bool(self.bits)
 
 
-def compare(first: Path, second: Path, *, only: int | None = None) -> Comparison:
-    """only: of a step that was trained again, without settings and the ends."""
+def compare(first: Path, second: Path) -> Comparison:
     runs = (first, second)
     ours, theirs = (read_json(run / "config.resolved.json") for run in runs)
     a, b = (gathered(run) for run in runs)
@@ -73,9 +72,7 @@ def compare(first: Path, second: Path, *, only: int | None = None) -> Comparison
     steps = [step_records(run / "metrics.jsonl") for run in runs]
     bits = None
     if all((run / PARITY).is_dir() for run in runs):
-        bits = first_difference(first, second, only=only) or ""
-    if only is not None:
-        return Comparison(made, _parting(*([each for each in of if each["step"] == only] for of in steps)), {}, bits)
+        bits = first_difference(first, second) or ""
     settings = {name: pair for name, *pair in parted(ours, theirs) if name not in ("name", "run_dir")}
     settings |= {f"changed {name}": pair for name, *pair in parted(a["changes"], b["changes"])}
     return Comparison({"settings": settings} | made, _parting(*steps), _figures(runs, steps), bits)

@@ -1,4 +1,4 @@
-"""`rondo diff RUN_A RUN_B`: where two deterministic runs part.
+"""Where two deterministic runs part, for `rondo compare`.
 
 Owns the comparison and its words; `roles/training/parity.py` owns the files. Compares step by step, rank by rank, round by
 round: first which samples, then their bits, then the weights that came out; so what is told is the cause and not what followed
@@ -24,9 +24,9 @@ def show_diff(first: Path, second: Path, *, ids_only: bool) -> int:
     return int(found is not None)
 
 
-def first_difference(first: Path, second: Path, *, ids_only: bool = False, only: int | None = None) -> str | None:
+def first_difference(first: Path, second: Path, *, ids_only: bool = False) -> str | None:
     """The first difference in words, or None. `ids_only` looks at which samples were trained, in which order, alone: what
-    holds above max_staleness 0, where rounds are cut by lengths and lengths come from other weights. only: this step alone.
+    holds above max_staleness 0, where rounds are cut by lengths and lengths come from other weights.
 
     Raises ConfigError for a run without parity files.
     """
@@ -36,7 +36,7 @@ def first_difference(first: Path, second: Path, *, ids_only: bool = False, only:
     if ours.keys() != theirs.keys():
         return f"the runs trained on {len(ours)} and {len(theirs)} ranks, whose rounds cannot be compared"
     steps = sorted({step for ranks in (ours, theirs) for found in ranks.values() for step in found})
-    for step in steps if only is None else [only]:
+    for step in steps:
         for rank in sorted(ours):
             a, b = ours[rank].get(step), theirs[rank].get(step)
             if a is None or b is None:

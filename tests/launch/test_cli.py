@@ -173,7 +173,7 @@ def test_output_to_a_reader_that_left_is_no_traceback(tmp_path: Path) -> None:
         (
             ["tarin", "x.py"],
             "VERB must be one of demo, train, init, sft, check, show, status, stop, scale, restart, resume, explain, "
-            "autoscale, timeline, track, alert, rerun, replay, diff, export, eval, serve, view, agents, slurm, bench, "
+            "autoscale, timeline, track, alert, compare, export, eval, serve, view, agents, slurm, bench, "
             "sglang, completion, got 'tarin'. ",
         ),
         (["train"], "the following arguments are required: CONFIG.py. Run `rondo train --help`"),

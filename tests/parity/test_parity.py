@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,8 @@ from rondo.launch.report.records import step_records
 from rondo.roles.data.cursor import Order
 from rondo.roles.training.parity import read
 from rondo.runtime.checkpoints import ASIDE, MARKER, complete
-from tests.e2e.runs import left_behind
 from tests.e2e.shell import Rondo
-from tests.parity.runs import NUM_STEPS, RONDO, TASK, Run, scored_in_waits
+from tests.parity.runs import NUM_STEPS, TASK, Run, scored_in_waits
 from tests.strength import LONG
 
 STEPS = random.Random(1905)
@@ -79,16 +77,6 @@ def test_a_run_killed_stopped_and_resumed_at_random_steps_ends_in_the_same_bits(
 
 
 @pytest.mark.skipif(not LONG, reason="a run of its own: `make test-long`")
-def test_a_step_is_replayed_from_its_kept_samples_to_the_same_bits(modes: dict[str, Run]) -> None:
-    run = modes["fully_async"].path
-    line = [*RONDO, "replay", str(run), "--step", str(NUM_STEPS - 1), "--plain"]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    for text in ("steps 15 to 16 of parity are trained again", "step 16 came out equal, to the bit\n", "equal, actor "):
-        assert text in done.stdout
-    assert left_behind(run.parent) == []
-
-
 def test_above_staleness_0_a_disturbed_run_consumes_the_same_prompts_in_the_same_order_within_the_bound(
     modes: dict[str, Run], tmp_path: Path, rondo: Rondo
 ) -> None:

@@ -39,7 +39,7 @@ def test_runs_that_trained_the_same_are_equal_whatever_time_they_took(
 ) -> None:
     a, b = made(tmp_path / "a"), made(tmp_path / "b")
     (b / "metrics.jsonl").write_text((b / "metrics.jsonl").read_text().replace('"step_s": 3.0', '"step_s": 9.0'))
-    assert cli.main(["diff", str(a), str(b)]) == 0
+    assert cli.main(["compare", str(a), str(b)]) == 0
     out = capsys.readouterr().out
     assert "settings: equal\n" in out
     assert "metrics: equal in all 3 steps that both have\n" in out
@@ -49,7 +49,7 @@ def test_two_runs_are_compared_by_what_they_were_made_of_where_they_part_and_how
     tmp_path: Path, capsysbinary: pytest.CaptureFixture[bytes]
 ) -> None:
     a, b = made(tmp_path / "a"), made(tmp_path / "b", loss=-2.5, seed=1, torch="2.8", rows=7, num_cores=64)
-    assert cli.main(["diff", str(a), str(b)]) == 1
+    assert cli.main(["compare", str(a), str(b)]) == 1
     out = capsysbinary.readouterr().out.decode()
     for line in (
         "settings: 1 differ\n  seed: 0 | 1\n", "code: equal\n", "packages: 1 differ\n  torch: 2.9 | 2.8\n",
@@ -61,7 +61,7 @@ def test_two_runs_are_compared_by_what_they_were_made_of_where_they_part_and_how
         ["wall_s", "9", "10.5"],
         ["restarts", "1", "1"],
     ]
-    assert cli.main(["diff", str(a), str(b), "--json"]) == 1
+    assert cli.main(["compare", str(a), str(b), "--json"]) == 1
     told = json.loads(capsysbinary.readouterr().out)
     assert told["metrics"] == {"num_steps": 3, "step": 2, "metrics": {"loss": [-2.0, -2.5]}}
     assert told["bits"] is None
@@ -72,7 +72,7 @@ def test_settings_that_a_resume_changed_are_a_difference_with_the_step_from_whic
 ) -> None:
     changes = [{"time": 1.0, "version": 2, "settings": {"train.lr": [0.1, 0.2]}}]
     a, b = made(tmp_path / "a"), made(tmp_path / "b", changes=changes)
-    assert cli.main(["diff", str(a), str(b)]) == 0
+    assert cli.main(["compare", str(a), str(b)]) == 0
     assert "settings: 1 differ\n  changed train.lr (step 2): - | 0.1 -> 0.2\n" in capsys.readouterr().out
 
 
@@ -89,8 +89,8 @@ def test_a_run_that_is_none_and_ids_without_determinism_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     a = made(tmp_path / "a")
-    assert cli.main(["diff", str(a), str(tmp_path / "none")]) == 2
-    assert cli.main(["diff", str(a), str(a), "--ids"]) == 2
+    assert cli.main(["compare", str(a), str(tmp_path / "none")]) == 2
+    assert cli.main(["compare", str(a), str(a), "--ids"]) == 2
     assert "RUN must be the directory of a run with deterministic=True" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="must be whole JSON"):
         compare(a, tmp_path)
