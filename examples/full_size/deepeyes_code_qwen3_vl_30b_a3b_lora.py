@@ -20,8 +20,8 @@ from rondo.launch.config import RunConfig
 from rondo.roles.config import EnvironmentConfig, SandboxConfig
 
 
-def worked(response: str, label: str, *, prompt: Any, metadata: dict[str, Any], turns: list[str]) -> dict[str, float]:
-    return looked(response, {"ground_truth": label}, prompt=prompt, metadata=metadata, turns=turns)
+def worked(response: str, label: str, *, prompt: Any, turns: list[dict[str, str]]) -> dict[str, float]:
+    return looked(response, {"ground_truth": label}, prompt=prompt, turns=turns)
 
 
 config = RunConfig(

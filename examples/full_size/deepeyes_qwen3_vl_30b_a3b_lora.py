@@ -41,14 +41,14 @@ def image_zoom_in_tool(media: Media, bbox_2d: list[float], label: str = "") -> I
     return picture.crop(box)
 
 
-def looked(
-    response: str, label: dict[str, str], *, prompt: Any, metadata: dict[str, Any], turns: list[str]
-) -> dict[str, float]:
+def looked(response: str, label: dict[str, str], *, prompt: Any, turns: list[dict[str, str]]) -> dict[str, float]:
     """Of the last turn; each one must think first, and the last one have one <answer>."""
-    *looks, last = turns
-    right = openr1mm(last, label["ground_truth"], prompt=prompt, metadata=metadata)
-    in_form = all("</think>" in each for each in turns) and last.count("<answer>") == last.count("</answer>") == 1
-    return {"accuracy": right, "format": in_form - 1.0, "tool": right * bool(looks)}
+    said = [turn["content"] for turn in turns if turn["role"] == "assistant"]
+    right = openr1mm(response, label["ground_truth"], prompt=prompt, metadata={})
+    in_form = (
+        all("</think>" in each for each in said) and response.count("<answer>") == response.count("</answer>") == 1
+    )
+    return {"accuracy": right, "format": in_form - 1.0, "tool": right * (len(said) > 1)}
 
 
 config = RunConfig(

@@ -176,7 +176,7 @@ def by_name(
 
             raise RewardError(
                 f"{setting} must have parameters that the columns of the data have, got {missing[0]!r} of {name}. "
-                + nearest(missing[0], sorted({*columns, *_KNOWN}))
+                f"{nearest(missing[0], sorted({*columns, *_KNOWN}))} Rename it, or give it a default"
             )
         return function(response, label, **given)
 

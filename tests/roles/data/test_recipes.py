@@ -108,6 +108,11 @@ def test_rows_of_nextqa_show_the_file_of_their_video_and_ask_for_a_letter(tmp_pa
     assert scores(config, row.label, f"<think>so</think><answer>{row.label}</answer>", row.label) == [1.0, 0.0]
 
 
+def said(turns: list[str]) -> list[dict[str, str]]:
+    answered = {"role": "tool", "content": "<answer>"}
+    return [each for turn in turns for each in ({"role": "assistant", "content": turn}, answered)][:-1]
+
+
 def test_rows_of_deepeyes_are_looked_at_through_their_tool_and_scored_as_it_does(tmp_path: Path) -> None:
     pytest.importorskip("math_verify")
     config, train, _ = opened("deepeyes_qwen3_vl_30b_a3b_lora", tmp_path)
@@ -127,12 +132,13 @@ def test_rows_of_deepeyes_are_looked_at_through_their_tool_and_scored_as_it_does
     )
     weights = config.reward.components
     for turns, worth in (([look, answer], 2.0), ([answer], 0.8), ([look, wrong], -0.2), ([wrong], -0.2)):
-        parts = reward("".join(turns), row.label, prompt="", metadata={}, turns=turns)
+        parts = reward(turns[-1], row.label, prompt="", turns=said(turns))
         assert sum(weights[name] * part for name, part in parts.items()) == pytest.approx(worth)
     code, rows, _ = opened("deepeyes_code_qwen3_vl_30b_a3b_lora", tmp_path)
     reward = load_reference(str(code.reward.function), "reward.function")
     right = rows.row(0).label.rpartition("</think>")[2].strip()
-    parts = reward("", rows.row(0).label, prompt="", metadata={}, turns=[look, f"<think>so</think>{right}"])
+    answer = f"<think>so</think>{right}"
+    parts = reward(answer, rows.row(0).label, prompt="", turns=said([look, answer]))
     assert parts == {"accuracy": 1.0, "format": 0.0, "tool": 1.0}
 
 
