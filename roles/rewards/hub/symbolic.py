@@ -48,7 +48,10 @@ _TOWER = re.compile(r"(?:\^|\*\*)\s*[{(\s]*[-+]?[\d.]+[\s})]*(?:\^|\*\*|!)|[\d})
 _TIDIED = [
     (re.compile(pattern), new)
     for pattern, new in (
-        (r"\*\*|\\\$|\\(?:left|right|displaystyle)(?![a-z])|\\[,;:!](?![0-9]{3}(?![0-9]))|^x\s*\\in(?![a-z])", " "),
+        (
+            r"\*\*|\\\$|\\(?:left|right|displaystyle)(?![a-z])|\\[,;:!](?![0-9]{3}(?![0-9]))|^[a-zA-Z]\s*\\in(?![a-z])",
+            " ",
+        ),
         (r"(?<=[0-9])(?:\\[,;: !]|\{,\}|,\\!| )(?=[0-9]{3}(?![0-9]))", ""),
         (r"(?<![0-9])([0-9]{1,9}) +([0-9]{1,9})/([0-9]{1,9})", r"\1\\frac{\2}{\3}"),
         (r"\\(?:text|mathrm|textbf|mbox)\s*\{\s*(and|or)\s*\}", ","),
@@ -57,6 +60,10 @@ _TIDIED = [
 _COMMAND = re.compile(r"\\[A-Za-z]+|[a-z](?= *=)")
 _ASCII = frozenset(string.ascii_letters)
 _NO_TERM = re.compile(r"[A-Za-z]{2,}|[<>≤≥!?±:]|\\approx")
+_UNIT = re.compile(
+    r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}(\^[0-9])?|(?<![\\A-Za-z{])([ckm]m|kg|ft|min|mi|lb|in)(?![A-Za-z])(\^[0-9])?"
+)
+"""Of an expression, in which other letters are variables."""
 _WORDS = re.compile(r"\(?([^\W\d_]+(?:[ '-]+[^\W\d_]+)*)\)?")
 _PRODUCT = re.compile(r"[a-dA-D]{1,3}|[w-zW-Z]{1,4}|[p-tP-T]{1,3}|[kmn]{1,3}|[i-k]{1,3}|[a-zA-Z]")
 """Letters that are variables side by side, and no word."""
@@ -160,6 +167,11 @@ def same(answer: str, label: str) -> bool:
             return value == number and (units[0] == units[1] or not all(units))
         if _NO_TERM.search(_COMMAND.sub(" ", said)):
             return False
+    elif (
+        all(units := [units_of(" ".join(map("".join, _UNIT.findall(text)))) for text in (said, right)])
+        and units[0] != units[1]
+    ):
+        return False
     if kind == "ratio":
         said, right = _in_parts(said), _in_parts(right)
     letters = [set(_COMMAND.sub("", text)) & _ASCII for text in (said, right)]
