@@ -54,7 +54,7 @@ _UNITS = {
 _UNIT = re.compile(r"(?<=[A-Za-z]) ?\^ ?-?[0-9]|(?<=[A-Za-z])/(?=[A-Za-z])|(?<=[0-9]) ?/ ?(?=[A-Za-z]{2})")
 _NO_NUMBER = re.compile(
     r"n't\b|\b(?:not|never|neither|nor|either|than|least|most|wrong|incorrect|except|between|and an?)\b|[*^+/?<>±≤≥≠√\\|]|\.\."
-    r"|thing but|(?<=[0-9])(?:!| ?(?:(?-i:[kKMBTxyzni])|squared|cubed|hundred|thousand|million|billion|trillion)\b)"
+    r"|thing but|(?<=[0-9])(?:!|_[0-9]| ?(?:(?-i:[kKMBTxyzni])|squared|cubed|hundred|thousand|million|billion|trillion)\b)"
     r"|(?<![A-Za-z0-9.])[A-Za-z][0-9]"
     r"|\b(?:over|under|above|below|up to|no|without|root of|half of|twice|double) (?=-?[0-9])",
     re.IGNORECASE,

@@ -59,6 +59,8 @@ _TIDIED = [
 ]
 _COMMAND = re.compile(r"\\[A-Za-z]+|[a-z](?= *=)")
 _ASCII = frozenset(string.ascii_letters)
+_BASE = re.compile(r"(?<=[0-9])_\{?([0-9]+)")
+_VARIABLE = re.compile(r"[0-9][A-Za-z](?![A-Za-z])")
 _NO_TERM = re.compile(r"[A-Za-z]{2,}|[<>≤≥!?±:]|\\approx")
 _UNIT = re.compile(
     r"\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}(\^[0-9])?|(?<![\\A-Za-z{])([ckm]m|kg|ft|min|mi|lb|in)(?![A-Za-z])(\^[0-9])?"
@@ -161,7 +163,8 @@ def same(answer: str, label: str) -> bool:
         said, right = _as_interval(said), _as_interval(right)
     if (kind := _kind(said)) != _kind(right):
         return False
-    if kind == "" and (number := number_in(right)) is not None:
+    has_variable = any(_VARIABLE.search(_COMMAND.sub(" ", text)) for text in (said, right))
+    if kind == "" and not has_variable and (number := number_in(right)) is not None:
         units = [units_of(text) for text in (said, right)]
         if (value := number_in(said)) is not None:
             return value == number and (units[0] == units[1] or not all(units))
@@ -171,6 +174,8 @@ def same(answer: str, label: str) -> bool:
         all(units := [units_of(" ".join(map("".join, _UNIT.findall(text)))) for text in (said, right)])
         and units[0] != units[1]
     ):
+        return False
+    if all(bases := [_BASE.findall(text) for text in (said, right)]) and bases[0] != bases[1]:
         return False
     if kind == "ratio":
         said, right = _in_parts(said), _in_parts(right)
