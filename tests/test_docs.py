@@ -10,17 +10,21 @@ from pathlib import Path
 
 import pytest
 
+import rondo.roles.config as roles_config
 from rondo.launch.bench import benchmarks
 from rondo.launch.cli import _parser
-from rondo.launch.config import load
+from rondo.launch.config import RunConfig, load
 from rondo.launch.report.timeline import parse_steps
 from rondo.models.tiny import qwen3
+from rondo.runtime.section import sections
 from tests.e2e.shell import Rondo
 from tests.strength import LONG
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMAND = re.compile(r"^\$ (.+)$", re.MULTILINE)
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+IMPORT = re.compile(r"^(?:from rondo|import rondo).*$", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?://)([^)#]+)\)")
 CODE = re.compile(r"`((?:launch|roles|models|comm|runtime|tests|examples|benchmarks|docs)/[\w/.]+)`")
 
@@ -330,6 +334,21 @@ SELDOM = {
 learns from teachers; tests/roles/sampling/ runs the agent and the game of their examples; tests/roles/test_reward_model.py asks a
 reward model; tests/comm/bus/test_lookahead.py lets rows rest; and whichever model is built is loaded from its folder as a
 pretrained one is."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_code_of_the_docs_imports_what_it_uses_of_rondo(page: Path) -> None:
+    settings = {section.__name__ for _, section in sections(RunConfig)} | {*roles_config.__all__}
+    settings |= {"colocate", "fully_async", "hybrid", "trainer"}
+    for code in BLOCK.findall(page.read_text()):
+        lines = IMPORT.findall(code)
+        for line in lines:
+            exec(line, {})
+        imported = {name for line in lines for name in re.findall(r"\w+", line.partition(" import ")[2])}
+        used = set(re.findall(r"(?<![\w.`])(\w+)\(", re.sub("#.*", "", code))) - set(
+            re.findall(r"(?:def|class) (\w+)", code)
+        )
+        assert used & settings <= imported, code
 
 
 @pytest.mark.parametrize(
