@@ -135,7 +135,8 @@ def resume_or_start(config: RunConfig, options: TrainOptions, nursery: Nursery) 
     summary = read(newest)
     if owner(newest) is None and summary is not None and summary.exit_code == 0:
         say(
-            f"run {newest.name} is done after step {summary.steps}: there is nothing to go on with. `rondo train` starts another"
+            f"run {newest.name} is done after step {summary.steps}: there is nothing to go on with. `rondo train` starts "
+            f"another, and `rondo resume {newest} --set num_steps=...` adds steps to it"
         )
         return 0
     if owner(newest) is None and newest_complete(newest / "checkpoints") is None:

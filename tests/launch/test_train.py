@@ -262,6 +262,18 @@ def test_a_run_goes_on_from_the_next_older_checkpoint_where_the_newest_is_broken
         train.resume(resumed.run)
 
 
+def test_a_run_that_restarts_as_a_whole_takes_the_newest_whole_checkpoint_and_ends_without_one(
+    resumed: Resumed,
+) -> None:
+    for version, is_left in ((4, True), (2, False)):
+        (resumed.run / "checkpoints" / f"step_00000{version}" / "weights").write_bytes(b"short")
+        assert train._falls_back(resumed.run) is is_left
+    told = [orjson.loads(line) for line in (resumed.run / "events.jsonl").read_bytes().splitlines()]
+    assert [each["kind"] for each in told] == ["checkpoint_set_aside"] * 2
+    assert "step_000004.broken: " in told[0]["why"] and "weights of 5 bytes for 100" in told[0]["why"]
+    assert (resumed.run / "metrics.jsonl").read_text().count('"goes_on_from":2') == 1
+
+
 def test_a_run_goes_on_from_a_checkpoint_by_its_name_and_newer_ones_are_set_aside(resumed: Resumed) -> None:
     checkpoints = resumed.run / "checkpoints"
     assert train.resume(resumed.run, checkpoint="step_000002") == 0
