@@ -251,7 +251,7 @@ class Remote:
         if name[:2] == "__":
             raise AttributeError(name)
         if not self._made and (self._kind != "object" or name in _METHODS):  # it would be told what the tests expect
-            raise NotData(f"the answer must return data, got a {self._kind} that is asked for {name}")
+            raise NotData(f"the answer must return data, got no data ({self._kind}) that is asked for {name}")
         return self._ask("getattr", name)
 
     def __iter__(self) -> Any:
@@ -259,7 +259,7 @@ class Remote:
 
     def __eq__(self, other: object) -> bool:
         if other is not None and not isinstance(other, Remote):
-            raise NotData(f"the answer must return data to be compared, got a {self._kind}")
+            raise NotData(f"the answer must return data to be compared, got no data ({self._kind})")
         return self is other
 
     __hash__ = object.__hash__
@@ -319,8 +319,9 @@ def run_tests(peer: Peer, answer: str, tests: str, entry: str | None) -> None:
             raise AttributeError(name)
         value = peer.ask("name", name)
         if isinstance(value, Remote):
-            vars(value)["_made"] = True
-            peer.has_classes |= vars(value)["_kind"] == "class"
+            # What is not named as a class is to return data, whatever the answer made it.
+            vars(value)["_made"] = name[0].isupper() or vars(value)["_kind"] == "object"
+            peer.has_classes |= vars(value)["_kind"] == "class" and name[0].isupper()
         return value
 
     solution, module = types.ModuleType("solution"), types.ModuleType("__main__")

@@ -145,6 +145,9 @@ CHEATS: dict[str, Row] = {
     "an object equal to an object of the answer's": asserts(
         f"{EQUALS_ALL}\nP = Any\ndef f(x): return Any()", "assert f(2) == P()"
     ),
+    "a class in the place of a function": asserts(
+        "class f:\n    def __init__(self, x): pass\n    def startswith(self, x): return True", "assert f('ab').startswith('a')"
+    ),
     "not equal to what is wrong": asserts(f"{EQUALS_ALL}\ndef f(x): return Any()", "assert not f(2) != 4"),
     "int that lies": asserts(LYING.format(base="int") + "def f(x): return L(0)"),
     "str that lies": asserts(LYING.format(base="str") + "def f(x): return L('')", "assert f('a') == 'aa'"),
