@@ -105,14 +105,16 @@ def math(response: str, label: Any, *, prompt: Any, metadata: Any) -> float:
 
 @named(writes=lambda label: f"</think>{written(label, 'boxed')}")
 def deepscaler(response: str, label: Any, *, prompt: Any, metadata: Any, whole: str = "") -> float:
-    """1 where the solution behind "</think>" or "###Response" has the label in its last box (DeepScaleR)."""
+    """1 where the solution behind "</think>" or "###Response" has the label in its last box (DeepScaleR, which compares
+    by a grader of its own)."""
     right, (_, mark, solution) = right_answers(label), response.rpartition("###Response")
     return float((bool(mark) or response != whole) and _is_any(last_boxed(solution), right))
 
 
 @named(writes=lambda label: f"<think></think>{written(label, 'boxed')}")
 def geo3k(response: str, label: Any, *, prompt: Any, metadata: Any, whole: str = "") -> dict[str, float]:
-    """0.9 for the label in the last box and 0.1 for the form <think>...</think>...\\boxed{...}: `accuracy` and `format`."""
+    """0.9 for the label in the last box and 0.1 for the form <think>...</think>...\\boxed{...}: `accuracy` and `format`. Its
+    source, verl's geo3k.py, also pays a box in a thought, and compares as mathruler does."""
     right, answer = right_answers(label), last_boxed(response)
     accuracy = float(_is_any(answer, right))
     form = float(whole.startswith("<think>") and "</think>" in whole and answer is not None)
@@ -121,7 +123,8 @@ def geo3k(response: str, label: Any, *, prompt: Any, metadata: Any, whole: str =
 
 @named(writes=lambda label: written(label, "answer"))
 def openr1mm(response: str, label: Any, *, prompt: Any, metadata: Any, whole: str = "") -> float:
-    """1 where the <answer> equals the label as mathematics or as text. More than one thought or answer is worth nothing."""
+    """1 where the <answer> equals the label as mathematics or as text. More than one thought or answer is worth nothing.
+    Its source also pays an answer in a thought, and compares as math-verify does."""
     right = right_answers(label, lambda text: found_in(text, "answer") or text.strip())
     if any(whole.count(tag) > 1 for tag in ("</think>", "<answer>", "</answer>")):
         return 0.0
