@@ -266,4 +266,5 @@ class SupervisedRole:
         else:
             return
         waited_s = await save_last(self._ctx, self._config, version, save)
-        await saved(self._ctx, version, folder, 0, began + waited_s, time.monotonic() - began - waited_s)
+        if waited_s is not None:
+            await saved(self._ctx, version, folder, 0, began + waited_s, time.monotonic() - began - waited_s)

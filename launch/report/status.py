@@ -25,7 +25,7 @@ from rondo.runtime.checkpoints import newest_complete
 from rondo.runtime.errors import ConfigError, PeerGone, Refused
 
 _ANSWER_S = 10.0
-_LOOK_S = 0.1
+_LOOK_S, _TELL_S = 0.1, 2.0
 
 
 def show_status(path: Path, *, as_json: bool = False) -> int:
@@ -65,14 +65,38 @@ def show_status(path: Path, *, as_json: bool = False) -> int:
 
 
 def ask_to_stop(path: Path, *, reason: str, now: bool = False, wait: bool = True) -> int:
-    """Asks a live run to save and end, or with `now` to end at once, and waits until it has. ConfigError when none is alive."""
+    """Asks a live run to save and end, or with `now` to end at once, waits until it has, and says meanwhile what for. ConfigError
+    when none is alive."""
     run, record = existing_run(path), live_record(path, "to be stopped")
     ask(record, "/stop", {"reason": reason, "now": now})
-    print(f"run {run.name} {'ends at once' if now else 'saves and ends'}, pid {record.pid}", flush=True)
+    limits = read_json(run / "config.resolved.json").get("supervision", {})
+    within = f"within {limits.get('grace_s', 0):g} s, or {limits.get('save_s', 0):g} s where a save takes so long"
+    print(f"run {run.name} {'ends at once' if now else f'saves and ends, {within}'}, pid {record.pid}", flush=True)
     # The run holds itself to its own grace period; whoever waits here can leave at any time.
+    told, looked_at = list[str](), time.monotonic()
     while wait and owner(run) == record.pid:
         time.sleep(_LOOK_S)
+        if time.monotonic() > looked_at + _TELL_S:
+            looked_at, before = time.monotonic(), told
+            told = room_waited_for(run) or _leaving(run)
+            if told != before:
+                print("\n".join(told), flush=True)
     return 0
+
+
+def _leaving(run: Path) -> list[str]:
+    """The role groups that a run which is being stopped waits for, and what they do."""
+    record = supervisor_record(run)
+    try:
+        groups = [] if record is None else ask(record, "/roles")
+    except (PeerGone, Refused):
+        return []
+    doing = [
+        f"{each['name']}{': ' * bool(each['section'])}{each['section']}"
+        for each in groups
+        if each["state"] == "leaving"
+    ]
+    return [f"waits for {', '.join(doing)}"] if doing else []
 
 
 def live_record(path: Path, what: str) -> SupervisorRecord:
@@ -142,10 +166,16 @@ def room_waited_for(run: Path) -> list[str]:
     except (PeerGone, Refused):
         return []
     return [
-        f"{wait['waiter']} waits {wait['seconds']:.0f} s for {wait['name']} ({wait['peer']}): free some, and the run goes on"
+        f"{wait['waiter']} waits for {wait['name']} ({wait['peer']}){_until(wait)}: free some, and the run goes on"
         for wait in waits
         if wait["name"] in ("room for the journal", "room on the disk")
     ]
+
+
+def _until(wait: dict[str, Any]) -> str:
+    if wait.get("deadline_s") is None:
+        return ""
+    return time.strftime(", until %H:%M:%S", time.localtime(time.time() + wait["deadline_s"] - wait["seconds"]))
 
 
 def _print_alive(run: Path, found: dict[str, Any]) -> None:

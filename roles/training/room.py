@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
@@ -42,16 +43,17 @@ async def when_there_is_room(
     section: Callable[[], AbstractContextManager[None]],
     deadline_s: float | None,
     newer: asyncio.Event,
+    stop_s: float | None = None,
 ) -> float | None:
-    """`attempt` until it finds room, each in a `section` of its own. How long that was waited for, None where it gave way;
-    DeadlineExceeded after `deadline_s`."""
+    """`attempt` until it finds room, each in a `section` of its own. How long that was waited for, None where it gave way, or
+    found none within `stop_s` of a stop; DeadlineExceeded after `deadline_s`."""
     with section():
         try:
             return 0.0 if await attempt(False) else None
         except NoRoom as error:
             missing = error
     began = time.monotonic()
-    told_at = -_TELL_S
+    told_at, gives_up_at = -_TELL_S, math.inf
     async with waiting("room on the disk", peer=_show(missing), deadline_s=deadline_s) as wait:
         while True:
             waited_s = time.monotonic() - began
@@ -61,6 +63,11 @@ async def when_there_is_room(
                 await ctx.report(NO_ROOM, {"version": version, "path": str(missing.place), **sizes})
             with section():
                 await happens(newer, LOOK_S)
+                if stop_s is not None and ctx.stopping.is_set():
+                    if time.monotonic() > gives_up_at:
+                        return None
+                    gives_up_at = min(gives_up_at, time.monotonic() + stop_s)
+                    wait.deadline_s = gives_up_at - began
                 waited_s = time.monotonic() - began
                 try:
                     return waited_s if await attempt(newer.is_set()) else None
@@ -69,23 +76,32 @@ async def when_there_is_room(
                     wait.peer = _show(missing)
 
 
-async def save_last(ctx: WorkerContext, config: JobConfig, version: int, save: Callable[[], None]) -> float:
+async def save_last(ctx: WorkerContext, config: JobConfig, version: int, save: Callable[[], None]) -> float | None:
     """`save` on the compute thread, at the end of a run; without room for longer than the settings allow, the run ends with that
-    as its cause. How long room was waited for."""
+    as its cause. A stop waits for its grace alone, and leaves without this version. How long room was waited for, None where
+    there was none."""
 
     async def attempt(gives_way: bool) -> bool:
         await ctx.compute(save)
         return True
 
     section = functools.partial(ctx.section, SAVE, config.supervision.save_s)
-    limit_s = config.train.wait_for_room_s
     try:
         waited_s = await when_there_is_room(
-            ctx, attempt, version=version, section=section, deadline_s=limit_s, newer=asyncio.Event()
+            ctx,
+            attempt,
+            version=version,
+            section=section,
+            deadline_s=config.train.wait_for_room_s,
+            newer=asyncio.Event(),
+            stop_s=config.supervision.grace_s,
         )
     except DeadlineExceeded as error:
         raise Fatal(str(error)) from error
-    return waited_s or 0.0
+    if waited_s is None and ctx.rank == 0:
+        what = f"there was no room on the disk within supervision.grace_s, {config.supervision.grace_s:g} s of the stop"
+        await ctx.report("unsaved", {"version": version, "cause": f"version {version} must be saved, but {what}"})
+    return waited_s
 
 
 async def saved(ctx: WorkerContext, version: int, folder: Path, num_samples: int, since: float, pause_s: float) -> None:

@@ -128,8 +128,10 @@ class Saving:
         if final:
             path = self._job.model_path
             save = functools.partial(self._trainer.save, folder, extra, beside, tokenizer_path=path)
-            since += await save_last(ctx, self._job.config, version, save)
-            await saved(ctx, version, folder, len(kept), since, time.monotonic() - since)
+            waited_s = await save_last(ctx, self._job.config, version, save)
+            if waited_s is not None:
+                since += waited_s
+                await saved(ctx, version, folder, len(kept), since, time.monotonic() - since)
             return
 
         self._version, self._gave_way = version, False

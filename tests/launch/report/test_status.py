@@ -93,7 +93,7 @@ def test_a_live_run_is_shown_and_stops_when_it_is_asked_to(
         "  waits: waiter=coordinator  name=room for the journal  seconds=9.4  peer=/runs/demo/journal",
     ]
     assert room_waited_for(tmp_path / "demo") == [
-        "coordinator waits 9 s for room for the journal (/runs/demo/journal): free some, and the run goes on"
+        "coordinator waits for room for the journal (/runs/demo/journal): free some, and the run goes on"
     ]
     assert show_status(tmp_path / "latest", as_json=True) == 0
     shown = json.loads(capsys.readouterr().out)

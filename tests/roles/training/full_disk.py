@@ -82,7 +82,7 @@ class Bus:
 async def main() -> dict[str, Any]:
     room.LOOK_S = 0.02
     disk, told, waits = Disk(), list[tuple[str, int]](), list[str]()
-    full = {version: asyncio.Event() for version in (4, 6, 8)}
+    full = {version: asyncio.Event() for version in (4, 6, 8, 10)}
 
     async def report(kind: str, data: dict[str, Any]) -> None:
         told.append((kind, data["version"]))
@@ -96,10 +96,12 @@ async def main() -> dict[str, Any]:
 
     context: Any = SimpleNamespace(
         rank=0, run_dir=OUT, report=report, compute=compute, section=lambda name, limit_s: contextlib.nullcontext(),
-        span=lambda name, **_: span(name, "actor"),
+        span=lambda name, **_: span(name, "actor"), stopping=asyncio.Event(),
     )  # fmt: skip
     config = SimpleNamespace(
-        train=SimpleNamespace(wait_for_room_s=300.0), supervision=SimpleNamespace(save_s=300.0), critic=None
+        train=SimpleNamespace(wait_for_room_s=300.0),
+        supervision=SimpleNamespace(save_s=300.0, grace_s=0.0),
+        critic=None,
     )
     job, trainer = SimpleNamespace(config=config, bus=Bus(), model_path="model"), Trainer()
 
@@ -122,6 +124,9 @@ async def main() -> dict[str, Any]:
         facts["last waits"] = not last.done()
         disk.make_room()
         await wait_for(last, name="last", peer="disk", deadline_s=120)
+        disk.fill()
+        context.stopping.set()  # a stop does not wait for longer than its grace
+        await wait_for(role.save(10, final=True), name="stopped", peer="disk", deadline_s=120)
     facts |= {"checkpoints": [path.name for path in complete(OUT / "checkpoints")], "told": told, "waits": waits}
     facts["loads"] = checkpoint.load(OUT / "checkpoints" / "step_000008", MODEL, OPTIMIZER)["version"]
     return facts

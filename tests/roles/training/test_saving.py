@@ -99,11 +99,14 @@ def saving(
 
     section: Callable[..., Any] = lambda name, limit_s: contextlib.nullcontext()  # noqa: E731
     context: Any = SimpleNamespace(
+        stopping=asyncio.Event(),
         rank=0, attempt=0, run_dir=run_dir, report=report, compute=compute, section=section,
         span=lambda name, **_: span(name, "actor"),
     )  # fmt: skip
     train = SimpleNamespace(wait_for_room_s=60.0, save_every=10)
-    config = SimpleNamespace(train=train, supervision=SimpleNamespace(save_s=1800.0), num_steps=100, critic=critic)
+    config = SimpleNamespace(
+        train=train, supervision=SimpleNamespace(save_s=1800.0, grace_s=20.0), num_steps=100, critic=critic
+    )
     job = SimpleNamespace(config=config, bus=Bus(), model_path="model")
     made: Any = Saving(
         context,
@@ -214,7 +217,7 @@ async def test_a_version_that_has_its_checkpoint_is_not_saved_again(tmp_path: Pa
     assert (disk.done, told) == ([], [])
 
 
-def test_a_saving_on_a_full_disk_waits_under_a_name_until_there_is_room(tmp_path: Path) -> None:
+def test_a_saving_on_a_full_disk_waits_under_a_name_until_there_is_room_or_a_stop_is_over(tmp_path: Path) -> None:
     script = [sys.executable, str(Path(__file__).with_name("full_disk.py")), str(tmp_path)]
     own = ["unshare", "--map-root-user", "--mount"]  # whoever may not mount has files of limited size
     mounts = subprocess.run([*own, "true"], check=False).returncode == 0
@@ -225,8 +228,9 @@ def test_a_saving_on_a_full_disk_waits_under_a_name_until_there_is_room(tmp_path
     assert facts["trains on"] and facts["last waits"]
     assert facts["left"] == ["step_000002"]  # nothing of what could not be written
     assert facts["checkpoints"] == ["step_000002", "step_000008"]
-    assert facts["told"] == [["checkpoint", 2], ["no_room", 4], ["no_room", 6], ["no_room", 8], ["checkpoint", 8]]
-    assert facts["waits"] == ["room on the disk"] * 3
+    told = [["checkpoint", 2], ["no_room", 4], ["no_room", 6], ["no_room", 8], ["checkpoint", 8]]
+    assert facts["told"] == [*told, ["no_room", 10], ["unsaved", 10]]  # the last within the grace of a stop
+    assert facts["waits"] == ["room on the disk"] * 4
     assert facts["loads"] == 8
 
 
@@ -248,10 +252,15 @@ async def test_a_job_without_rollouts_that_finds_no_room_for_its_result_waits_as
 
     monkeypatch.setattr(room, "LOOK_S", 0.0)
     context: Any = SimpleNamespace(
-        rank=0, run_dir=tmp_path, report=report, compute=compute, section=lambda *_: contextlib.nullcontext()
+        stopping=asyncio.Event(),
+        rank=0,
+        run_dir=tmp_path,
+        report=report,
+        compute=compute,
+        section=lambda *_: contextlib.nullcontext(),
     )
     role: Any = SupervisedRole(context)
-    limits = {"train": SimpleNamespace(wait_for_room_s=60.0), "supervision": SimpleNamespace(save_s=60.0)}
+    limits = {"train": SimpleNamespace(wait_for_room_s=60.0), "supervision": SimpleNamespace(save_s=60.0, grace_s=20.0)}
     role._config, role._path = SimpleNamespace(**limits), "model"
     role._backend, role._learning = SimpleNamespace(save=save), SimpleNamespace(position=0)
     await role._save_last(3, is_done=True)
