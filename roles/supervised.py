@@ -243,8 +243,9 @@ class SupervisedRole:
 
         async def write() -> None:
             waited_s = await when_there_is_room(
-                ctx, attempt, version=version, section=contextlib.nullcontext, deadline_s=None, newer=newer
-            )
+                ctx, attempt, version=version, section=contextlib.nullcontext, deadline_s=None, newer=newer,
+                stop_s=self._config.supervision.grace_s,
+            )  # fmt: skip
             if waited_s is not None:
                 await saved(ctx, version, folder, 0, began + waited_s, pause_s)
 

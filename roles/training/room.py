@@ -43,7 +43,7 @@ async def when_there_is_room(
     section: Callable[[], AbstractContextManager[None]],
     deadline_s: float | None,
     newer: asyncio.Event,
-    stop_s: float | None = None,
+    stop_s: float,
 ) -> float | None:
     """`attempt` until it finds room, each in a `section` of its own. How long that was waited for, None where it gave way, or
     found none within `stop_s` of a stop; DeadlineExceeded after `deadline_s`."""
@@ -63,14 +63,18 @@ async def when_there_is_room(
                 await ctx.report(NO_ROOM, {"version": version, "path": str(missing.place), **sizes})
             with section():
                 await happens(newer, LOOK_S)
-                if stop_s is not None and ctx.stopping.is_set():
-                    if time.monotonic() > gives_up_at:
-                        return None
+                gives_way = newer.is_set() or time.monotonic() > gives_up_at
+                if ctx.stopping.is_set():
                     gives_up_at = min(gives_up_at, time.monotonic() + stop_s)
                     wait.deadline_s = gives_up_at - began
                 waited_s = time.monotonic() - began
                 try:
-                    return waited_s if await attempt(newer.is_set()) else None
+                    if await attempt(gives_way):
+                        return waited_s
+                    if ctx.rank == 0 and ctx.stopping.is_set() and not newer.is_set():
+                        cause = f"version {version} must find room on the disk within supervision.grace_s of a stop, {stop_s:g} s"
+                        await ctx.report("unsaved", {"version": version, "cause": f"{cause}, got none. Make room"})
+                    return None
                 except NoRoom as error:
                     missing = error
                     wait.peer = _show(missing)
@@ -82,26 +86,18 @@ async def save_last(ctx: WorkerContext, config: JobConfig, version: int, save: C
     there was none."""
 
     async def attempt(gives_way: bool) -> bool:
-        await ctx.compute(save)
-        return True
+        if not gives_way:
+            await ctx.compute(save)
+        return not gives_way
 
     section = functools.partial(ctx.section, SAVE, config.supervision.save_s)
     try:
-        waited_s = await when_there_is_room(
-            ctx,
-            attempt,
-            version=version,
-            section=section,
-            deadline_s=config.train.wait_for_room_s,
-            newer=asyncio.Event(),
+        return await when_there_is_room(
+            ctx, attempt, version=version, section=section, deadline_s=config.train.wait_for_room_s, newer=asyncio.Event(),
             stop_s=config.supervision.grace_s,
-        )
+        )  # fmt: skip
     except DeadlineExceeded as error:
         raise Fatal(str(error)) from error
-    if waited_s is None and ctx.rank == 0:
-        what = f"there was no room on the disk within supervision.grace_s, {config.supervision.grace_s:g} s of the stop"
-        await ctx.report("unsaved", {"version": version, "cause": f"version {version} must be saved, but {what}"})
-    return waited_s
 
 
 async def saved(ctx: WorkerContext, version: int, folder: Path, num_samples: int, since: float, pause_s: float) -> None:

@@ -148,10 +148,11 @@ class Saving:
         async def write_beside(pause_s: float) -> None:
             """An error ends the role, as one of training does."""
             none = contextlib.nullcontext
-            # Without a deadline: the next saving, or the last, ends the wait.
+            # Without a deadline: the next saving, or a stop, ends the wait.
             waited_s = await when_there_is_room(
-                ctx, attempt, version=version, section=none, deadline_s=None, newer=newer
-            )
+                ctx, attempt, version=version, section=none, deadline_s=None, newer=newer,
+                stop_s=self._job.config.supervision.grace_s,
+            )  # fmt: skip
             self._gave_way = waited_s is None
             if self._own is not None and self._parts is not None:
                 if ctx.rank == 0:

@@ -104,7 +104,7 @@ class Logs:
         try:
             os.set_blocking(pipe, False)
             with self._lock:
-                self._listen(pipe, self._of_path.get(path) or _Log(path))
+                self._listen(pipe, path)
         except BaseException:
             os.close(pipe)
             os.close(end)
@@ -130,18 +130,17 @@ class Logs:
             for log in list(self._of_path.values()):
                 self._read(log)
 
-    def _listen(self, pipe: int, log: _Log) -> None:
+    def _listen(self, pipe: int, path: Path) -> None:
         if self._ready is None:
             self._ready = select.epoll()
             threading.Thread(target=self._run, args=(self._ready,), name="logs", daemon=True).start()
         self._ready.register(pipe, select.EPOLLIN)
+        log = self._of_path.pop(path, None) or _Log(path)
+        self._of_pipe[pipe] = self._of_path[path] = log  # as the newest
         log.pipes.add(pipe)
-        self._of_path.pop(log.path, None)  # it becomes the newest
-        self._of_pipe[pipe] = self._of_path[log.path] = log
         log.write(b"")  # the file is there from the start: its name tells that this process has been
-        ended = [path for path, each in self._of_path.items() if not each.pipes]
-        for path in ended[:-_MOST_ENDED]:
-            del self._of_path[path]
+        for ended in [each for each in self._of_path.values() if not each.pipes][:-_MOST_ENDED]:
+            del self._of_path[ended.path]
 
     def _run(self, ready: select.epoll) -> None:
         while True:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -161,3 +164,36 @@ def test_a_run_that_has_ended_cannot_be_stopped(tmp_path: Path) -> None:
     RunDir.create(tmp_path, "demo", {}).close()
     with pytest.raises(ConfigError, match=r"RUN must be alive to be stopped, got .*/demo which has ended"):
         ask_to_stop(tmp_path / "demo", reason="x")
+
+
+def test_whoever_waits_for_a_stop_is_told_what_for_and_until_when(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that leaves after three looks: it saves, then waits for room, and then is gone."""
+    room = {"waiter": "actor-0.0", "name": "room on the disk", "peer": "/runs: 9 bytes needed, 0 free", "seconds": 5.0}
+    waits: list[list[dict[str, Any]]] = [[], [room | {"deadline_s": 25.0}], [room | {"deadline_s": None}], []]
+    groups = [
+        {"name": "actor-0", "state": "leaving", "section": "save"},
+        {"name": "store", "state": "ready", "section": ""},
+    ]
+    record, asked = SimpleNamespace(pid=7), iter(waits)
+
+    def ask(_: object, path: str, body: object = None) -> Any:
+        return {"/stop": {}, "/roles": groups}.get(path) if path != "/waits" else next(asked)
+
+    owners = iter([7, 7, 7, None])
+    monkeypatch.setattr(status, "existing_run", lambda path: path)
+    monkeypatch.setattr(status, "live_record", lambda *_: record)
+    monkeypatch.setattr(status, "supervisor_record", lambda _: record)
+    monkeypatch.setattr(status, "read_json", lambda _: {"supervision": {"grace_s": 20.0, "save_s": 1800.0}})
+    monkeypatch.setattr(status, "owner", lambda _: next(owners))
+    monkeypatch.setattr(status, "ask", ask)
+    monkeypatch.setattr(status, "_LOOK_S", 0.0)
+    monkeypatch.setattr(status, "_TELL_S", -1.0)
+    assert ask_to_stop(tmp_path / "demo", reason="enough") == 0
+    first, saves, until, whenever = capsys.readouterr().out.splitlines()
+    assert first == "run demo saves and ends, within 20 s, or 1800 s where a save takes so long, pid 7"
+    assert saves == "waits for actor-0: save"
+    told = r"actor-0.0 waits for room on the disk \(/runs: 9 bytes needed, 0 free\)"
+    assert re.fullmatch(told + r", until \d\d:\d\d:\d\d: free some, and the run goes on", until)
+    assert re.fullmatch(told + ": free some, and the run goes on", whenever)

@@ -82,7 +82,7 @@ class Bus:
 async def main() -> dict[str, Any]:
     room.LOOK_S = 0.02
     disk, told, waits = Disk(), list[tuple[str, int]](), list[str]()
-    full = {version: asyncio.Event() for version in (4, 6, 8, 10)}
+    full = {version: asyncio.Event() for version in (4, 6, 8, 10, 12)}
 
     async def report(kind: str, data: dict[str, Any]) -> None:
         told.append((kind, data["version"]))
@@ -127,6 +127,8 @@ async def main() -> dict[str, Any]:
         disk.fill()
         context.stopping.set()  # a stop does not wait for longer than its grace
         await wait_for(role.save(10, final=True), name="stopped", peer="disk", deadline_s=120)
+        await role.save(12, final=False)  # as of a run that is not done
+        await wait_for(role.settled(), name="stopped", peer="disk", deadline_s=120)
     facts |= {"checkpoints": [path.name for path in complete(OUT / "checkpoints")], "told": told, "waits": waits}
     facts["loads"] = checkpoint.load(OUT / "checkpoints" / "step_000008", MODEL, OPTIMIZER)["version"]
     return facts
