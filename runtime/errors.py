@@ -138,6 +138,8 @@ _SHORT_OF = {
 
 def shortage(error: BaseException) -> str | None:
     """What the system is short of where that is why a call failed, and what to do; None for any other error."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((words for each in error.exceptions if (words := shortage(each)) is not None), None)
     advice = _SHORT_OF.get(error.errno or 0) if isinstance(error, OSError) else None
     return None if advice is None else f"{error}. {advice}"
 

@@ -108,6 +108,8 @@ def judge(
     if finished["exit_code"] == EXIT_DONE:
         return None
     asked = next((each for each in events if each["kind"] == "stopping"), None)
+    if asked is None and finished["exit_code"] == EXIT_REQUEUE:  # on a full disk it was not written down
+        asked = {"kind": "stopping", "reason": "who asked is not written down"}
     failed = _last(events, "failed")
     if asked is not None:
         return _stopped(events, asked, failed, saved=finished["exit_code"] == EXIT_REQUEUE)

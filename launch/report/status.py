@@ -79,7 +79,7 @@ def ask_to_stop(path: Path, *, reason: str, now: bool = False, wait: bool = True
         if time.monotonic() > looked_at + _TELL_S:
             looked_at, before = time.monotonic(), told
             told = room_waited_for(run) or _leaving(run)
-            if told != before:
+            if told and told != before:
                 print("\n".join(told), flush=True)
     return 0
 

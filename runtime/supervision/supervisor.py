@@ -203,20 +203,25 @@ class Supervisor(Actor):
                 self._help(announcer.run())
             self._do(self._machine.begin(time.monotonic()))
             while self._outcome is None:
-                self._do(self._machine.tick(time.monotonic(), self._beats()))
-                with telling("run-time directory"):
-                    self._estate.keep()
-                with telling("memory and processor time"):
-                    self._ledger.sample(self._lives.values(), self._nursery.pids, self._segment_bytes())
                 try:
-                    process.reap(self.strays())  # what roles left behind: servers of theirs have processes of their own
+                    self._look()
                 except OSError as error:
-                    self.short_of(error)
+                    if shortage(error) is None:
+                        raise
+                    self.short_of(error)  # the next look may see more
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._finished.wait(), TICK_S)
             for helper in self._helpers:
                 helper.cancel()
         return self._outcome
+
+    def _look(self) -> None:
+        self._do(self._machine.tick(time.monotonic(), self._beats()))
+        with telling("run-time directory"):
+            self._estate.keep()
+        with telling("memory and processor time"):
+            self._ledger.sample(self._lives.values(), self._nursery.pids, self._segment_bytes())
+        process.reap(self.strays())  # what roles left behind: servers of theirs have processes of their own
 
     def _help(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._tasks.create_task(work)
@@ -264,6 +269,7 @@ class Supervisor(Actor):
             self._estate.keep()
             self._server.look()
             life.heartbeat = self._estate.segments.segment(segment_name(name, number), segment_bytes(num_ranks))
+            life.beats(), life.heartbeat.view()  # mapped while there are descriptors for it
             if name in self._services:
                 self._begin(life, around.start_service(name, self._services[name], number, order.attempt))
                 return
