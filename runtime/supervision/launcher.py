@@ -10,6 +10,7 @@ supervisor's business. It meets in the run's one store, under an id of this inca
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -84,9 +85,12 @@ class Surroundings:
     def log_path(self, name: str, incarnation: int, attempt: int) -> Path:
         """Where that life's output goes. Logs of lives that are long over are removed."""
         logs = self.run_dir / "logs"
-        lives = {int(found[2]): path for path in logs.glob(f"*/{name}.*.log") if (found := _LOG.fullmatch(path.name))}
-        for _, path in sorted(lives.items())[1:-_KEPT_LOGS]:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the next life removes them
+            lives = {
+                int(found[2]): path for path in logs.glob(f"*/{name}.*.log") if (found := _LOG.fullmatch(path.name))
+            }
+            for _, path in sorted(lives.items())[1:-_KEPT_LOGS]:
+                path.unlink(missing_ok=True)
         return logs / f"attempt_{attempt}" / f"{name}.{incarnation}.log"
 
     def place(self, name: str, attempt: int) -> Callable[[int], tuple[Path, dict[str, str]]]:
