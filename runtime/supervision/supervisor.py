@@ -113,7 +113,7 @@ class Supervisor(Actor):
         )
         self._lives: dict[str, Incarnation] = {}
         self._faults = list(config.kill)
-        self._shortages: set[str] = set()
+        self._shortages: set[int | None] = set()
         self._num_dumps = 0
         self._num_interrupts = 0
         self.leave_by = math.inf
@@ -232,33 +232,41 @@ class Supervisor(Actor):
 
     def _do(self, actions: list[Action]) -> None:
         for action in actions:
-            match action:
-                case Start():
-                    self._start(action)
-                case Terminate():
-                    self._lives[action.child].ask_to_leave()
-                case Kill():
-                    self._end(self._lives[action.child], dump=action.dump)
-                case TellDead():
-                    self._announce("member_dead", action.child, action.incarnation, action.left)
-                    if action.left:
-                        self._lives.pop(action.child, None)
-                case TellDraining():
-                    told = action.child, action.incarnation, action.stays
-                    self._announcers[COORDINATOR_NAME].tell("member_drains", *told)
-                case Clear():
-                    for announcer in self._announcers.values():
-                        announcer.clear()
-                    self._estate.segments.clear()
-                case DumpStacks():
-                    self._help(self._dump_stacks())
-                case Note():
-                    with telling("notes"):  # what comes after it is done in any case
-                        self._note(action)
-                case Finish():
-                    roles = {name: spec.role for name, spec in self._groups.items()}
-                    self._outcome = self._ledger.sum_up(self._machine, roles, action.exit_code)
-                    self._finished.set()
+            try:
+                self._act(action)
+            except OSError as error:
+                if shortage(error) is None:
+                    raise
+                self.short_of(error)  # the others are done; who was not asked to leave is killed when its time is over
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Start():
+                self._start(action)
+            case Terminate():
+                self._lives[action.child].ask_to_leave()
+            case Kill():
+                self._end(self._lives[action.child], dump=action.dump)
+            case TellDead():
+                self._announce("member_dead", action.child, action.incarnation, action.left)
+                if action.left:
+                    self._lives.pop(action.child, None)
+            case TellDraining():
+                told = action.child, action.incarnation, action.stays
+                self._announcers[COORDINATOR_NAME].tell("member_drains", *told)
+            case Clear():
+                for announcer in self._announcers.values():
+                    announcer.clear()
+                self._estate.segments.clear()
+            case DumpStacks():
+                self._help(self._dump_stacks())
+            case Note():
+                with telling("notes"):  # what comes after it is done in any case
+                    self._note(action)
+            case Finish():
+                roles = {name: spec.role for name, spec in self._groups.items()}
+                self._outcome = self._ledger.sum_up(self._machine, roles, action.exit_code)
+                self._finished.set()
 
     def _start(self, order: Start) -> None:
         name, number, around = order.child, order.incarnation, self._estate.surroundings
@@ -302,8 +310,9 @@ class Supervisor(Actor):
     def short_of(self, error: BaseException) -> None:
         """Tells what this process is short of, once, and lets go of the descriptors that are held for that."""
         words = shortage(error)
-        if words is not None and words not in self._shortages:
-            self._shortages.add(words)
+        kind = getattr(error, "errno", None)
+        if words is not None and kind not in self._shortages:
+            self._shortages.add(kind)
             self._ledger.record("supervisor", "short", {"why": words})
         if words is not None:
             self._spare.close()
