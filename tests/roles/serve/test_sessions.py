@@ -230,8 +230,10 @@ async def test_a_request_that_a_client_tries_again_is_answered_the_same_whole_an
         again = SESSION | {"X-Stainless-Retry-Count": "1"}
         create = functools.partial(served.openai.chat.completions.create, model=MODEL, messages=messages)
         answers = [await create(extra_headers=headers) for headers in (SESSION, again, SESSION, again)]
-        streams = [await create(extra_headers=headers, stream=True) for headers in (SESSION, again)]
-        texts = ["".join([part.choices[0].delta.content or "" async for part in each]) for each in streams]
+        texts = list[str]()
+        for headers in (SESSION, again):  # the first stream is at its end before it is asked for again
+            stream = await create(extra_headers=headers, stream=True)
+            texts.append("".join([part.choices[0].delta.content or "" async for part in stream]))
         told = await served.get("/rondo/trajectories/task-7")
     contents = [answer.choices[0].message.content for answer in answers]
     assert contents[0] == contents[1] != contents[2] == contents[3]

@@ -227,9 +227,9 @@ def test_tokens_of_older_weights_can_be_left_out_of_the_loss() -> None:
     assert loss_mask(done, 5).dtype == np.uint8
     acted = replace(done, policy_versions=np.array([NO_VERSION, 3, NO_VERSION, 4, NO_VERSION], np.int32))
     assert loss_mask(acted).tolist() == [0, 1, 0, 1, 0] and loss_mask(acted, 4).tolist() == [0, 0, 0, 1, 0]
-    assert info_of(SampleRow(versions[:2], acted), "length", 0.5) == (7, 5, 0.5, 3, 4, 1)
+    assert info_of(SampleRow(versions[:2], acted), "length", 0.5, 0.75) == (7, 5, 0.5, 3, 4, 1, 0.75)
     none = replace(done, policy_versions=np.full(5, NO_VERSION, np.int32))
-    assert info_of(SampleRow(versions[:2], none), "length", 0.5) == (7, 5, 0.5, NO_VERSION, NO_VERSION, 1)
+    assert info_of(SampleRow(versions[:2], none), "length", 0.5, None) == (7, 5, 0.5, NO_VERSION, NO_VERSION, 1, None)
 
 
 def test_a_prefix_that_does_not_fit_its_request_is_refused() -> None:
