@@ -97,14 +97,8 @@ def test_a_role_starts_again_when_a_cleaner_has_removed_the_run_time_directory(t
 
 
 def test_a_run_that_can_open_nothing_ends_with_that_as_its_cause(tmp_path: Path) -> None:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (44, limit[1]))
+    run = Program(tmp_path, IDLE, num_files=44, max_restarts=1)
     try:
-        run = Program(tmp_path, IDLE, max_restarts=1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
-    try:
-        resource.prlimit(run.process.pid, resource.RLIMIT_NOFILE, (44, 44))
         outcome = run.end()
     finally:
         run.close()

@@ -55,10 +55,18 @@ class Program:
         path: Path = HERE,
         modules: Sequence[str] = (),
         terminal: int | None = None,
+        num_files: int | None = None,
         **limits: Any,
     ) -> None:
         """`path`: modules there come before the installed ones; `modules` are loaded for all. `terminal`: a
-        descriptor of the one that it runs on."""
+        descriptor of the one that it runs on. `num_files`: how many descriptors it may have."""
+
+        def begin() -> None:
+            if terminal is not None:
+                fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+            if num_files is not None:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (num_files, num_files))
+
         self.run_dir = run_dir
         given = {"run_dir": str(run_dir), "groups": groups, "kill": kill, "modules": modules, "limits": limits}
         self.process = subprocess.Popen(
@@ -67,7 +75,7 @@ class Program:
             stdin=terminal,
             stdout=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=None if terminal is None else lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+            preexec_fn=None if terminal is None and num_files is None else begin,
         )
         assert self.process.stdout is not None
         self._output = self.process.stdout
