@@ -149,6 +149,8 @@ class Incarnation:
                         break
                 except OSError as error:  # no descriptor to look with: what is below the main process dies with it
                     self._watcher.short_of(error)
+                    if self.main is None and not self.workers:
+                        break  # it never had a process
                     if not gone and self.main is not None:
                         self.main.send_signal(signal.SIGKILL)
                 await asyncio.sleep(pause_s)

@@ -108,7 +108,7 @@ class Supervisor(Actor):
             config.limits,
             attempt=config.attempt,
             incarnations=used_incarnations(config.run_dir),
-            can_restart=config.can_restart_globally,
+            can_restart=self._can_restart,
             find_state=config.find_state,
         )
         self._lives: dict[str, Incarnation] = {}
@@ -306,6 +306,14 @@ class Supervisor(Actor):
     def _not_started(self, life: Incarnation, error: Exception) -> None:
         self.short_of(error)
         self._failed(life, f"not started: {shortage(error) or error}")
+
+    def _can_restart(self) -> bool:
+        """A checkpoint that cannot be looked for is none: the machine asks in the middle of a transition, which must end."""
+        try:
+            return self._config.can_restart_globally()
+        except OSError as error:
+            self.short_of(error)
+            return False
 
     def short_of(self, error: BaseException) -> None:
         """Tells what this process is short of, once, and lets go of the descriptors that are held for that."""
@@ -532,7 +540,15 @@ class Supervisor(Actor):
         return next(view.state for view in self._machine.views() if view.name == name)
 
     def _beats(self) -> Mapping[str, tuple[Beat, ...]]:
-        return {name: life.beats() for name, life in self._lives.items() if life.ending is None}
+        return {name: self._beats_of(life) for name, life in self._lives.items() if life.ending is None}
+
+    def _beats_of(self, life: Incarnation) -> tuple[Beat, ...]:
+        """Nothing while they cannot be mapped: time passes for the machine all the same."""
+        try:
+            return life.beats()
+        except OSError as error:
+            self.short_of(error)
+            return ()
 
     def _ref(self, name: str) -> ActorRef:
         return ActorRef(self._estate.address(name), token=self._estate.token, peer=name)
