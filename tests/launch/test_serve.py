@@ -84,7 +84,7 @@ def test_what_was_loaded_is_never_walked_by_the_garbage_collector_again(tmp_path
         (("{model}", "--tls-key", "{open}"), "--tls-cert and --tls-key must be set together, got None and "),
         (("{model}", "--max-length", "99999"), "--max-length must be 2 to 2048, the model's positions, got 99999"),
         (("{model}", "--dtype", "int8"), "dtype must be one of float32, bfloat16, float16, got 'int8'"),
-        (("{run}",), "MODEL must be a run with a whole checkpoint"),
+        (("{run}",), "RUN must have a whole checkpoint, got "),
     ],
     ids=["no model", "open host", "open token", "half of tls", "too long", "no dtype", "no checkpoint"],
 )

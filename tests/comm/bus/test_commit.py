@@ -79,7 +79,7 @@ def actor(run_dir: Path, other: float) -> tuple[ActorRole, ScriptedTrainer]:
     )
     role._trainer, role._snapshot = cast(Any, trainer), cast(Any, snapshot)
     config = SimpleNamespace(
-        supervision=SimpleNamespace(save_s=60.0), train=SimpleNamespace(wait_for_room_s=60.0), critic=None
+        supervision=SimpleNamespace(save_s=60.0, grace_s=60.0), train=SimpleNamespace(wait_for_room_s=60.0), critic=None
     )
     role._job = cast(Any, SimpleNamespace(config=config, bus=SimpleNamespace(call=call), model_path="model"))
     role._saving = Saving(ctx, role._job, cast(Any, trainer), role._snapshot, role._settled, role._beside)
