@@ -42,6 +42,7 @@ from rondo.runtime.section import (
     parts_of,
     references,
     sections,
+    show_value,
 )  # fmt: skip
 
 
@@ -420,6 +421,12 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
     except BaseException as error:  # whatever user code raises, sys.exit too, is told as one line
         if mistakes:
             raise ConfigError("\n".join(mistakes)) from error
+        if isinstance(error, ValidationError) and (item := error.errors()[0])["type"] == "frozen_instance":
+            name, line = item["loc"][0], _where(error, file, path).rpartition(" ")[2]
+            raise ConfigError(
+                f"{error.title}.{name} must not be assigned, since settings do not change, got {show_value(item['input'])} "
+                f"({line}). Write `config = config.model_copy(update={{{name!r}: ...}})`, or give --set"
+            ) from error
         raise ConfigError(
             f"CONFIG must import without errors, got {type(error).__name__}: {error} ({_where(error, file, path)}). "
             "Correct the module"
@@ -430,14 +437,27 @@ def load_module(path: Path | str, kind: type[Section]) -> Any:
     if not isinstance(config, kind):
         got = "no such name" if config is None else f"type {type(config).__name__}"
         raise ConfigError(f"{path} must define `config = {kind.__name__}(...)`, got {got}. Add it at the top level")
+    try:  # what model_copy(update=...) made has not been validated
+        config = kind.model_validate(_tree(config))
+    except ValidationError as error:
+        raise explain(error, str(path)) from error
     for setting, reference in references(config):
         confirm(reference, setting)
     return config
 
 
+def _tree(value: Any) -> Any:
+    """Return the fields of sections that are set, those too that they do not have, as nested dicts."""
+    if isinstance(value, Section):
+        return {name: _tree(each) for name, each in value.__dict__.items() if name in value.model_fields_set}
+    if isinstance(value, dict):
+        return {name: _tree(each) for name, each in value.items()}
+    return tuple(map(_tree, value)) if isinstance(value, tuple) else value
+
+
 def override(config: RunConfig, sets: Sequence[str]) -> RunConfig:
     """A copy of `config` with `path=value` changes (`_parse` says what a value is)."""
-    return unresolve(config.model_dump(exclude_unset=True), "the --set options", sets)
+    return unresolve(_tree(config), "the --set options", sets)
 
 
 def counted(config: RunConfig, num_rows: int | None) -> RunConfig:

@@ -105,9 +105,9 @@ def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[],
 
     reward, rows = config.reward, list[Row]()
 
-    async def scored() -> list[tuple[str, RewardResult]]:
+    async def scored() -> list[tuple[str, str, RewardResult]]:
         load_s = config.supervision.load_s
-        found: list[tuple[str, RewardResult]] = []
+        found: list[tuple[str, str, RewardResult]] = []
         looking = asyncio.create_task(asyncio.to_thread(look_at_rows))
         try:
             async with RewardPool(
@@ -128,7 +128,7 @@ def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[],
                     ]  # fmt: skip
                     results = await pool.score(asked)
                     places = [f"the answer {answer!r} to {row.name}" for answer in answers]
-                    found += zip(places, results, strict=True)
+                    found += [(_scorer_of(row, reward.by), *each) for each in zip(places, results, strict=True)]
                     if results[-1].timed_out:  # others would last as long
                         break
         finally:
@@ -138,9 +138,11 @@ def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[],
     found = asyncio.run(scored())
     if reward.function == NO_REWARD:
         return
-    failed = [(where, result) for where, result in found if result.score is None]
-    if found and (found[-1][1].timed_out or len(failed) == len(found)):
-        where, result = failed[-1] if found[-1][1].timed_out else failed[0]
+    failed = [(where, result) for _, where, result in found if result.score is None]
+    works = {scorer for scorer, _, result in found if result.score is not None}
+    broken = [(f"{where}{scorer}", result) for scorer, where, result in found if scorer not in works]
+    if broken or (found and found[-1][-1].timed_out):
+        where, result = failed[-1] if found[-1][-1].timed_out else broken[0]
         if result.timed_out:
             raise ConfigError(f"{result.brief}, at {where}. Raise reward.deadline_s, or see what it waits for")
         if result.brief == result.error:  # a sentence
@@ -154,7 +156,7 @@ def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[],
             f"{where}: {result.brief}",
         )
     elif found:
-        scores = dict.fromkeys(f"{result.score:g}" for _, result in found)
+        scores = dict.fromkeys(f"{result.score:g}" for _, _, result in found)
         told = f"the reward of {len(found)} dummy answers is {', '.join(scores)}"
         if len(scores) > 1 or all(_answers_to(row) == _ANSWERS for row in rows):
             report.add("ok", told)
@@ -162,6 +164,12 @@ def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[],
             report.add(
                 "note", f"{told}, also where the answer is the label itself. See that a right answer gets another"
             )
+
+
+def _scorer_of(row: Row, by: str | None) -> str:
+    """Return the source of a row and the function that its metadata or columns name, as words behind its name."""
+    chosen = None if by is None else row.metadata.get(by, row.columns.get(by))
+    return (f" of source {row.source!r}" if row.source else "") + ("" if chosen is None else f" with {by} {chosen!r}")
 
 
 def look_at_workflow(config: RunConfig) -> None:

@@ -31,6 +31,9 @@ ASKED_FOR = ("finish_reason", "num_tokens", "max_new_tokens", "turns", "transcri
 messages as dicts with role and content, all of it as one text, and whether what stands in front of the response opened a thought
 (None: not known)."""
 _KNOWN = frozenset({"prompt", "metadata", *ASKED_FOR})
+_NOT_FIRST = frozenset({"label", "prompt", "prompts", "metadata", "completions", "environments"})
+_NOT_SECOND = frozenset({"response", "responses", "prompt", "prompts", "metadata", "completion", "completions"})
+"""Names, some of them TRL's, of a first or second parameter that mean something else than what it is given by position."""
 IS_ASYNC = "is it async?"
 
 
@@ -142,6 +145,7 @@ def by_name(
         signature = inspect.signature(lambda response, label, *, prompt, metadata: None)
     parameters = list(signature.parameters.values())
     positional = [each for each in parameters if each.kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD)][:2]
+    names = [each.name for each in positional]
     named = {
         each.name: each
         for each in parameters[len(positional) :]
@@ -150,8 +154,21 @@ def by_name(
     takes_all = any(each.kind is kind.VAR_KEYWORD for each in parameters)
 
     def takes(key: str) -> bool:
-        return key in named or (takes_all and key not in [each.name for each in positional])
+        return key in named or (takes_all and key not in names)
 
+    takes_more = any(each.kind is kind.VAR_POSITIONAL for each in parameters)
+    wrong = [key for key, misleading in zip(names, (_NOT_FIRST, _NOT_SECOND), strict=False) if key in misleading]
+    if wrong or (len(names) < 2 and not takes_more):
+        lacks = (
+            f"without a parameter {(first, 'label')[len(names)]!r}"
+            if not wrong
+            else f"with {wrong[0]!r} in their place"
+        )
+        raise ConfigError(
+            f"{setting} must take ({first}, label, *, prompt, metadata), got {name} {lacks}. The first two are given by "
+            f"position: write `def {name.rpartition(':')[2]}({first}, label, *, prompt, metadata)`, with names of columns behind "
+            "the *; label is None where data.label is"
+        )
     own = {key: value for key, value in (args or {}).items() if takes(key)}
     wanted = {key for key in named if not is_ours or key in _KNOWN}
     required = [key for key in wanted - own.keys() if named[key].default is kind.empty]

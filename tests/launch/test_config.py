@@ -38,6 +38,36 @@ def test_settings_come_back_from_their_json_form_unchanged(tmp_path: Path) -> No
     assert again.role_groups == config.role_groups and again.train == config.train
 
 
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [
+        ("config = config.model_copy(update={'run_dir': 3})", "run_dir must "),
+        (
+            "config = config.model_copy(update={'rollout': config.rollout.model_copy(update={'samples_per_prompt': 1})})",
+            "rollout.samples_per_prompt must be at least 2 with algorithm.name 'grpo'",
+        ),
+        ("config = config.model_copy(update={'num_stepz': 3})", "Did you mean 'num_steps'?"),
+        ("config = config.model_copy(update={'data': reward})", "data must be a DataConfig"),
+        (
+            "config.run_dir = 'there'",
+            "RunConfig.run_dir must not be assigned, since settings do not change, got 'there' (demo_config.py:",
+        ),
+    ],
+)
+def test_a_config_that_its_module_has_varied_is_validated_again(tmp_path: Path, line: str, error: str) -> None:
+    path = configs.write(tmp_path)
+    path.write_text(f"{path.read_text()}\n{line}\n")
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert error in str(caught.value).replace(f"{tmp_path}/", "")
+
+
+def test_a_config_that_its_module_has_varied_has_the_types_of_its_settings(tmp_path: Path) -> None:
+    path = configs.write(tmp_path)
+    path.write_text(f"{path.read_text()}\nconfig = config.model_copy(update={{'run_dir': 'there'}})\n")
+    assert load(path).run_dir == Path("there")
+
+
 def test_functions_of_a_config_module_are_named_by_its_file(tmp_path: Path) -> None:
     config = load(configs.write(tmp_path))
     assert config.reward.function == f"{tmp_path}/demo_config.py:reward"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -546,6 +546,35 @@ def test_a_reward_function_is_tried_with_dummy_answers(
     assert found == level and text.startswith(start)
 
 
+@pytest.mark.parametrize(
+    ("sets", "error"),
+    [
+        (
+            ["reward.function={file}:plus"],
+            "reward.function must score the answer '' to row 2 of source 'b', got KeyError: 'of_a'",
+        ),
+        (
+            ["reward.function={{'a': '{file}:works', 'b': '{file}:fails'}}", "reward.by=which"],
+            "reward.function must score the answer '' to row 2 of source 'b' with which 'b', got ZeroDivisionError: ",
+        ),
+    ],
+)
+def test_a_reward_that_fails_on_all_answers_to_one_source_is_an_error(
+    make: Make, tmp_path: Path, sets: list[str], error: str
+) -> None:
+    (file := tmp_path / "rewards.py").write_text(
+        "def works(response, label): return 1.0\n"
+        "def fails(response, label): 1 / 0\n"
+        "def plus(response, label, **columns): return columns['of_a']\n"
+    )
+    rows = [
+        Row("row 1", "p", "1", {"which": "a"}, source="a", columns={"of_a": 1}),
+        Row("row 2", "p", "2", {"which": "b"}, source="b"),
+    ]
+    [(level, text)] = tried(make(*(each.format(file=file) for each in sets)), rows)
+    assert level == "error" and text.startswith(error)
+
+
 def test_a_workflow_that_cannot_be_loaded_or_called_is_told(make: Make, tmp_path: Path) -> None:
     file = tmp_path / "own_sampling.py"
     file.write_text("def once(row, client, context): ...\n")
@@ -573,9 +602,9 @@ def test_a_template_that_rewrites_earlier_turns_is_told_also_where_only_tools_ma
         assert all("of which a sample may have 3 (rollout.max_rows)" in each.text for each in report.findings)
 
 
-def tried(config: RunConfig) -> list[tuple[str, str]]:
+def tried(config: RunConfig, rows: Sequence[Row] = ()) -> list[tuple[str, str]]:
     """(level, text) of what the look at the reward finds."""
-    report, rows = check_child.Report(), [Row(f"row {label}", "p", label, {}) for label in "12"]
+    report, rows = check_child.Report(), rows or [Row(f"row {label}", "p", label, {}) for label in "12"]
     report.look(lambda: check_child.look_at_reward(config, report, lambda: rows), "reward.function")
     return [(finding.level, finding.text) for finding in report.findings]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -123,3 +124,37 @@ def test_over_a_group_each_function_scores_every_response() -> None:
 def test_settings_that_contradict_each_other_are_refused(settings: dict[str, Any], error: str) -> None:
     with pytest.raises(ValueError, match=error):
         RewardConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "per", "says"),
+    [
+        ("prompts, completions, answer", "response", "with 'prompts' in their place"),
+        ("prompt, response, label", "response", "with 'prompt' in their place"),
+        ("label, response", "response", "with 'label' in their place"),
+        ("completions, answer, **kwargs", "response", "with 'completions' in their place"),
+        ("r, completions", "response", "with 'completions' in their place"),
+        ("environments, **kwargs", "response", "with 'environments' in their place"),
+        ("response, prompt", "response", "with 'prompt' in their place"),
+        ("label, responses", "group", "with 'label' in their place"),
+        ("response", "response", "without a parameter 'label'"),
+        ("*, prompt", "response", "without a parameter 'response'"),
+        ("responses, *, prompt", "group", "without a parameter 'label'"),
+    ],
+)
+def test_parameters_that_are_not_response_and_label_by_position_are_refused_by_name(
+    tmp_path: Path, parameters: str, per: str, says: str
+) -> None:
+    (tmp_path / "own.py").write_text(f"def own({parameters}): return 1\n")
+    with pytest.raises(ConfigError) as caught:
+        open_function(f"{tmp_path}/own.py:own", per)
+    first = "response" if per == "response" else "responses"
+    assert f"{says}. The first two are given by position: write `def own({first}, label, *, prompt, metadata)`" in str(
+        caught.value
+    )
+
+
+@pytest.mark.parametrize("parameters", ["text, gold", "response, label=None", "*all", "response, answer, **columns"])
+def test_the_first_two_parameters_may_have_other_names(tmp_path: Path, parameters: str) -> None:
+    (tmp_path / "own.py").write_text(f"def own({parameters}): return 1\n")
+    assert open_function(f"{tmp_path}/own.py:own").call(["r", "l", "p", {}, {}, []]) == 1
