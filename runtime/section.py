@@ -251,7 +251,11 @@ def nearest_field(name: str, owner: type[BaseModel], root: type[BaseModel] | Non
     meant = _suggestions(name, owner, root)
     if meant:
         tree = root if root is not None and issubclass(root, Section) else Section
-        remarks = [tree.remarks[path] for path in tree.aliases.get(name, ()) if path in tree.remarks]
+        remarks = [
+            tree.remarks[path]
+            for path in tree.aliases.get(name, ())
+            if path in tree.remarks and {path, path.rpartition(".")[2]} & {*meant}
+        ]
         return " ".join([f"Did you mean {' or '.join(map(repr, meant[:4]))}?", *(f"{remark}." for remark in remarks)])
     if root is not None and len(owner.model_fields) > _SHOWN_NAMES:
         return "`rondo show --schema` lists all settings."
@@ -349,7 +353,10 @@ def _sentence(path: str, item: Any, title: type[Section] | None, root: type[Base
     if kind == "tuple_type" and isinstance(item["input"], str):
         where = f"Write [{value}]."
     if isinstance(item["input"], FunctionType):
-        where = f"Call it: {item['input'].__name__}()."
+        owner, function = _owner(item["loc"], title), item["input"].__name__
+        field = owner.model_fields.get(str(item["loc"][-1])) if owner is not None else None
+        is_function = field is not None and _takes_function(field.annotation)
+        where = f"Write ({function},)." if is_function else f"Call it: {function}()."
     return f"{path} must {rule}, got {value}. {where}"
 
 

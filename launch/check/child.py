@@ -10,7 +10,9 @@ judges them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -30,12 +32,13 @@ from rondo.models.config import MeshConfig
 from rondo.roles.config.data import NO_REWARD
 from rondo.roles.config.genrm import SCORER
 from rondo.roles.data.datasets import Row
-from rondo.roles.sampling.tools import check_template, with_tools
+from rondo.roles.sampling.media_tools import takes_media
+from rondo.roles.sampling.tools import SETTING, check_template, with_tools
 from rondo.runtime.errors import ConfigError
 from rondo.runtime.memory.free import free_memory_bytes
-from rondo.runtime.reference import in_one_line, uncollected
+from rondo.runtime.reference import in_one_line, load_reference, uncollected
 from rondo.runtime.sandbox.sandbox import use
-from rondo.runtime.section import settings_at
+from rondo.runtime.section import nearest, settings_at
 
 QUESTION = "question.json"
 ANSWER = "answer.json"
@@ -90,6 +93,7 @@ def main() -> None:
         if config.scorer is not None:
             report.look(lambda: try_scorer(config, report, rows), "scorer")
         report.look(lambda: look_at_workflow(config), "rollout.workflow")
+        report.look(lambda: look_at_environment(config, report, rows), "rollout.environment.factory")
         look_at_own(config, report)
     elif config.group_of("rollout") is not None and config.reward.function != NO_REWARD:
         report.look(lambda: look_at_reward(config, report, look_at_rows), "reward.function")
@@ -146,7 +150,7 @@ def look_at_reward(config: RunConfig, report: Report, look_at_rows: Callable[[],
         if result.timed_out:
             raise ConfigError(f"{result.brief}, at {where}. Raise reward.deadline_s, or see what it waits for")
         if result.brief == result.error:  # a sentence
-            raise ConfigError(f"{result.brief}. It was given {where}")
+            raise ConfigError(f"{(result.brief or '').removesuffix('.')}. It was given {where}".replace("?. ", "? "))
         raise ConfigError(f"reward.function must score {where}, got {result.brief}. Correct it")
     if failed:
         where, result = failed[0]
@@ -181,6 +185,38 @@ def look_at_workflow(config: RunConfig) -> None:
         from rondo.roles.sampling.agents import check_command
 
         check_command(config.rollout.agent)
+
+
+def look_at_environment(config: RunConfig, report: Report, rows: Sequence[Row]) -> None:
+    """An environment is made once, as for each sample, and rows have what its `reset` needs; tools can show media."""
+    settings, media = config.rollout.environment, config.media
+    tools = [] if settings is None else [load_reference(each, f"{SETTING}.tools") for each in settings.tools]
+    if any(map(takes_media, tools)) and (media is None or not media.max_turn_bytes):
+        report.add(
+            "note", f"{SETTING}.tools look at media, and cannot show any: media.max_turn_bytes is 0. Set it, if they do"
+        )
+    if settings is None or settings.factory is None:
+        return
+    factory = load_reference(settings.factory, f"{SETTING}.factory")
+    if inspect.iscoroutinefunction(factory):
+        return
+    made = factory()
+    reset, close = getattr(made, "reset", None), getattr(made, "close", None)
+    needed = [] if reset is None else [
+        each.name
+        for each in inspect.signature(reset).parameters.values()
+        if each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    ]  # fmt: skip
+    if close is not None and not inspect.iscoroutinefunction(close):
+        with contextlib.suppress(Exception):  # as in a run
+            close()
+    for row in rows:
+        columns = row.named(config.data)
+        if missing := [name for name in needed if name not in columns]:
+            raise ConfigError(
+                f"{SETTING}.factory must have a `reset` whose parameters are columns of the data, got {missing[0]!r} for "
+                f"{row.name}. {nearest(missing[0], [*columns])} Rename it, or give it a default"
+            )
 
 
 def look_at_turns(config: RunConfig, report: Report, tokenizers: Sequence[Any], rows: Sequence[Row]) -> None:

@@ -460,6 +460,10 @@ def _doubts(config: RunConfig, opened: Opened) -> Iterator[str]:
                 "set data.held_out"
             )
         differing = [one for one in each.OF_PROMPTS if getattr(each, one) != getattr(config.data, one)]
+        if config.rollout.agent is not None and (each.apply_chat_template or name.startswith("evaluation")):
+            differing = [
+                one for one in differing if one != "apply_chat_template"
+            ]  # which programs' prompts always have
         if differing:
             yield f"{name} has prompts that are written in another way than those of data: {', '.join(differing)} differ"
 

@@ -21,7 +21,9 @@ def draw(run: Path, out: Path | None = None) -> Path:
     """Draws the curves of a run directory and returns the picture's path, `RUN/curves.png` unless told otherwise."""
     steps, evaluations = step_records(run / "metrics.jsonl"), evaluation_records(run / "metrics.jsonl")
     if not steps:
-        raise ConfigError(f"RUN must have finished a step, got {run} without any in metrics.jsonl. Let it run longer")
+        raise ConfigError(
+            f"RUN must have finished a step, got {run} without any in metrics.jsonl. See `rondo explain {run}`"
+        )
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:

@@ -48,7 +48,7 @@ _MEANT = {
     "scorer.model.path": "reward_model_path",
     "algorithm.name": "adv_estimator advantage_estimator importance_sampling_level",
     "algorithm.loss_aggregation": "normalizer loss_agg_mode calculate_per_token_loss",
-    "algorithm.loss_aggregation algorithm.name": "loss_type",
+    "algorithm.name algorithm.loss_aggregation": "loss_type",
     "algorithm.normalize_std": "scale_rewards norm_adv_by_std_in_grpo",
     "algorithm.kl_coef": "beta init_kl_coef kl_loss_coef use_kl_loss",
     "algorithm.kl": "kl_loss_type kl_penalty",
@@ -72,7 +72,8 @@ _MEANT = {
     "train.passes data.num_passes": "epochs",
     "train.num_mini_batches": "optimizer_steps_per_batch num_steps_per_rollout steps_per_generation ppo_mini_batch_size "
     "mini_batch_size global_batch_size",
-    "train.micro_batch_tokens": "gradient_accumulation_steps per_device_train_batch_size micro_batch_size ppo_micro_batch_size "
+    "rollout.prompts_per_step train.micro_batch_tokens": "gradient_accumulation_steps per_device_train_batch_size",
+    "train.micro_batch_tokens": "micro_batch_size ppo_micro_batch_size "
     "ppo_micro_batch_size_per_gpu ppo_max_token_len_per_gpu max_tokens_per_gpu",
     "train.activation_checkpointing": "gradient_checkpointing enable_gradient_checkpointing recompute_granularity",
     "train.offload_optimizer": "optimizer_offload optimizer_cpu_offload",
@@ -87,14 +88,15 @@ _MEANT = {
 }
 ALIASES: Mapping[str, tuple[str, ...]] = {
     name: tuple(k.split()) for k, names in _MEANT.items() for name in names.split()
-}
-"""Name elsewhere -> paths of the settings that it may mean."""
+} | {"logging_steps": ()}
+"""Name elsewhere -> paths of the settings that it may mean; none where every step is written."""
 REMARKS: Mapping[str, str] = {
     "role_groups": "For example fully_async(rollout_devices=1, actor_processes=7, actor_devices=1), or colocate()",
     "rollout.prompts_per_step": "It counts prompts, each of which gives rollout.samples_per_prompt samples",
     "train.passes": "They are over the prompt groups of a step; data.num_passes are over the data",
     "train.num_mini_batches": "It is the number of mini-batches of a step, not their size",
-    "train.micro_batch_tokens": "It is the size of a micro-batch, in tokens",
+    "algorithm.name": "It is a recipe, such as 'grpo', 'dapo' or 'dr_grpo'",
+    "train.micro_batch_tokens": "It is the size of a micro-batch, in tokens; a step's is rollout.prompts_per_step",
     "data.shuffle": "It shuffles rows one by one, of parquet too",
     "train.warmup_steps": "It is a number of steps",
 }

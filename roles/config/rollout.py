@@ -17,7 +17,7 @@ from rondo.roles.config.data import NewTokens, TopK, TopP
 from rondo.roles.engines import ranges
 from rondo.roles.sampling import code_tools, media_tools
 from rondo.runtime.config import unguarded
-from rondo.runtime.section import FREE, FunctionRef, Section, fixed, may_hold_secret
+from rondo.runtime.section import FREE, FunctionRef, Section, fixed, may_hold_secret, nearest
 
 MIN_FIXED_SLOTS = 4
 """Rows of a float32 product from which a row's bits do not depend on how many there are."""
@@ -153,6 +153,10 @@ SINGLE_TURN = "rondo.roles.sampling.single_turn:single_turn"
 
 
 def _by_name(tool: object) -> object:
+    if isinstance(tool, str) and ":" not in tool and tool not in (known := [*code_tools.NAMES, *media_tools.NAMES]):
+        raise ValueError(
+            f"must be a function, its reference 'module:function', or a tool with a name, got {tool!r}. {nearest(tool, known)}"
+        )
     homes = [home.__name__ for home in (code_tools, media_tools) if tool in home.NAMES]
     return f"{homes[0]}:{tool}" if homes else tool
 

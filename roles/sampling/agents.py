@@ -47,10 +47,16 @@ _DRAIN_S = 2.0
 
 
 def check_command(agent: AgentConfig) -> None:
-    """ConfigError for a command that is not there."""
+    """ConfigError for a program, or a script of Python's, that is not there."""
     if agent.command and shutil.which(agent.command[0]) is None:
         raise ConfigError(
             f"rollout.agent.command must begin with a program that can be run, got {agent.command[0]!r}. Correct it"
+        )
+    script = next((each for each in agent.command[1:] if not each.startswith("-")), "")
+    is_python = Path(agent.command[0] if agent.command else "").name.startswith("python")
+    if is_python and script.endswith(".py") and not Path(script).is_file():
+        raise ConfigError(
+            f"rollout.agent.command must name a script that exists, got {script!r} from {Path.cwd()}. Correct the path"
         )
 
 

@@ -138,12 +138,22 @@ def test_a_setting_can_be_changed_from_the_command_line(tmp_path: Path, text: st
         ("rollout.n", "Did you mean 'samples_per_prompt'?"),
         (
             "train.gradient_accumulation_steps",
-            "Did you mean 'micro_batch_tokens'? It is the size of a micro-batch, in tokens.",
+            "Did you mean 'micro_batch_tokens'? "
+            "It is the size of a micro-batch, in tokens; a step's is rollout.prompts_per_step.",
         ),
         (
             "train.per_device_train_batch_size",
-            "Did you mean 'micro_batch_tokens'? It is the size of a micro-batch, in tokens.",
+            "Did you mean 'micro_batch_tokens'? "
+            "It is the size of a micro-batch, in tokens; a step's is rollout.prompts_per_step.",
         ),
+        (
+            "per_device_train_batch_size",
+            "Did you mean 'rollout.prompts_per_step' or 'train.micro_batch_tokens'? It counts prompts, each of which gives "
+            "rollout.samples_per_prompt samples."
+            " It is the size of a micro-batch, in tokens; a step's is rollout.prompts_per_step.",
+        ),
+        ("algorithm.loss_type", "Did you mean 'name'? It is a recipe, such as 'grpo', 'dapo' or 'dr_grpo'."),
+        ("logging_steps", "`rondo show --schema` lists all settings."),
         ("beta", "Did you mean 'algorithm.kl_coef'?"),
         ("train.beta", "Did you mean 'algorithm.kl_coef'?"),
         ("algorithm.epsilon", "Did you mean 'clip_low'?"),
@@ -332,6 +342,17 @@ def test_a_mistake_in_the_module_is_told_with_path_file_and_line(tmp_path: Path)
             "role_groups=fully_async()",
             "role_groups=fully_async",
             "role_groups must be a list, got fully_async. Call it: fully_async().",
+        ),
+        (
+            "RolloutConfig(",
+            "RolloutConfig(environment=dict(tools=rows),",
+            "rollout.environment.tools must be a list, got rows. Write (rows,).",
+        ),
+        (
+            "RolloutConfig(",
+            "RolloutConfig(environment=dict(tools=('pyton',)),",
+            "rollout.environment.tools.0 must be a function, its reference 'module:function', or a tool with a name, got "
+            "'pyton'. Did you mean 'python'?",
         ),
         (
             "reward=RewardConfig(function=reward)",

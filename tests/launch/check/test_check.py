@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import subprocess
 import sys
@@ -501,6 +502,16 @@ def test_this_machine_keeps_the_order_of_shared_memory() -> None:
             "It was given the answer '' to row 1",
         ),
         (
+            "from rondo.roles.rewards.scores import RewardError\n"
+            "def reward(r, l): raise RewardError('reward must know it. Known: turns.')",
+            "reward must know it. Known: turns. It was given the answer '' to row 1",
+        ),
+        (
+            "from rondo.roles.rewards.scores import RewardError\n"
+            "def reward(r, l): raise RewardError('reward must know it. Is it difficulty?')",
+            "reward must know it. Is it difficulty? It was given the answer '' to row 1",
+        ),
+        (
             "def reward(r, l, *, prompt, metadata):\n while True: pass",
             "reward must return within 0.3 s, got no end. Its worker was killed, at the answer '' to row 1. Raise reward.dead",
         ),
@@ -586,6 +597,53 @@ def test_a_workflow_that_cannot_be_loaded_or_called_is_told(make: Make, tmp_path
         "rollout.workflow must be an async function of (row, client, context)",
         f"rollout.workflow must name a function of {file}",
     ]
+
+
+@pytest.mark.parametrize(
+    ("code", "finding"),
+    [
+        ("def reset(self, colour=1, **row): ...", ""),
+        ("def reset(self, hue): ...", ""),
+        (
+            "def reset(self, hues): ...",
+            "rollout.environment.factory must have a `reset` whose parameters are columns of the data, got 'hues' for row 1. "
+            "Did you mean 'hue'? Rename it, or give it a default",
+        ),
+        ("def __init__(self): 1 / 0", "rollout.environment.factory must load without errors, got ZeroDivisionError"),
+        ("def close(self): 1 / 0", ""),
+    ],
+)
+def test_an_environment_is_made_once_and_its_reset_can_be_called(
+    make: Make, tmp_path: Path, code: str, finding: str
+) -> None:
+    (file := tmp_path / "own_world.py").write_text(f"class World:\n    def step(self, said): ...\n    {code}\n")
+    report, rows = check_child.Report(), [Row("row 1", "p", "1", {}, columns={"hue": 3})]
+    config = make(f"rollout.environment.factory={file}:World", "rollout.max_turns=2")
+    report.look(lambda: check_child.look_at_environment(config, report, rows), "rollout.environment.factory")
+    assert [each.text[: len(finding)] for each in report.findings] == ([finding] if finding else [])
+
+
+def test_tools_that_look_at_media_are_noted_where_none_may_be_shown(make: Make) -> None:
+    report = check_child.Report()
+    check_child.look_at_environment(make("rollout.environment.tools=['zoom']", "rollout.max_turns=2"), report, [])
+    assert [each.text.partition(":")[0] for each in report.findings] == [
+        "rollout.environment.tools look at media, and cannot show any"
+    ]
+
+
+def test_a_script_of_an_agent_must_exist(make: Make, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").touch()
+    for command, is_refused in (
+        (["python3", "-u", "/nofile.py"], True),
+        (["python3", str(tmp_path / "agent.py")], False),
+        (["python3", "-m", "agent"], False),
+        (["sh", "-c", "python3 elsewhere.py"], False),
+    ):
+        report, config = check_child.Report(), make(f"rollout.agent.command={command}", "rollout.max_turns=2")
+        report.look(functools.partial(check_child.look_at_workflow, config), "agent")
+        assert [each.text.startswith("rollout.agent.command must name a script") for each in report.findings] == (
+            [True] * is_refused
+        )
 
 
 def test_a_template_that_rewrites_earlier_turns_is_told_also_where_only_tools_make_it(make: Make) -> None:
@@ -736,6 +794,13 @@ def test_what_is_seldom_meant_is_a_note(make: Make, tmp_path: Path) -> None:
         (
             [f"evaluation.data={{'path': '{file}', 'limit': 9, 'apply_chat_template': True}}"],
             "evaluation.data has prompts that are written in another way than those of data: apply_chat_template differ",
+        ),
+        (
+            [
+                f"evaluation.data={{'path': '{file}', 'limit': 9, 'apply_chat_template': True, 'system': 'S'}}",
+                "rollout.agent.command=['true']",
+            ],
+            "evaluation.data has prompts that are written in another way than those of data: system differ",
         ),
     ):
         report = check_child.Report()
