@@ -180,7 +180,7 @@ def test_a_missing_column_is_answered_with_one_that_holds_the_same(
 
 
 def test_a_data_set_of_the_hub_that_cannot_be_had_is_told_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
+    datasets = pytest.importorskip("datasets")
 
     for error, told in (
         (
