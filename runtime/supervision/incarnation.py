@@ -13,6 +13,7 @@ has passed and DeadlineExceeded names it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import subprocess
 from collections.abc import Callable
@@ -132,7 +133,10 @@ class Incarnation:
     async def dump(self) -> None:
         """Workers write the stacks of all their threads to the log; those that are stopped cannot."""
         if self.workers:  # others have no handler: the signal would end them
-            self.signal(signal.SIGUSR2)
+            try:
+                self.signal(signal.SIGUSR2)
+            except OSError as error:  # no descriptor to signal with: it ends without stacks
+                self._watcher.short_of(error)
             await asyncio.sleep(_DUMP_S)
 
     async def end(self) -> None:
@@ -184,8 +188,9 @@ class Incarnation:
         return () if self.main is None else (self.main.pid,)
 
     def _exit_code(self, worker: Registration) -> int | None:
-        found = process.stat(worker.pid)
-        if found is not None and found.start_time == worker.start_time and not found.alive:
-            return process.exit_code(found.exit_status)
+        with contextlib.suppress(OSError):  # no descriptor to look with: its main process tells how it ended
+            found = process.stat(worker.pid)
+            if found is not None and found.start_time == worker.start_time and not found.alive:
+                return process.exit_code(found.exit_status)
         left = any(beat.left for beat in self.beats() if beat.rank == worker.rank)
         return 0 if left else None  # torchrun was quicker and collected it

@@ -21,6 +21,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -108,10 +109,11 @@ class Supervisor(Actor):
             config.limits,
             attempt=config.attempt,
             incarnations=used_incarnations(config.run_dir),
-            can_restart=self._can_restart,
-            find_state=config.find_state,
+            can_restart=lambda: self._has_state(config.can_restart_globally),
+            find_state=lambda: self._has_state(config.find_state),
         )
         self._lives: dict[str, Incarnation] = {}
+        self._actions, self._acts = deque[Action](), False
         self._faults = list(config.kill)
         self._shortages: set[int | None] = set()
         self._num_dumps = 0
@@ -203,12 +205,8 @@ class Supervisor(Actor):
                 self._help(announcer.run())
             self._do(self._machine.begin(time.monotonic()))
             while self._outcome is None:
-                try:
+                with self._going_on():  # the next look may see more
                     self._look()
-                except OSError as error:
-                    if shortage(error) is None:
-                        raise
-                    self.short_of(error)  # the next look may see more
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._finished.wait(), TICK_S)
             for helper in self._helpers:
@@ -231,13 +229,29 @@ class Supervisor(Actor):
     # ---- what is to be done -----------------------------------------------------------------------------------------
 
     def _do(self, actions: list[Action]) -> None:
-        for action in actions:
-            try:
-                self._act(action)
-            except OSError as error:
-                if shortage(error) is None:
-                    raise
-                self.short_of(error)  # the others are done; who was not asked to leave is killed when its time is over
+        """Does the actions in the order of the decisions: those that an action leads to (a start that fails at once) come behind
+        all that was decided before, so that nobody is killed before its start."""
+        self._actions.extend(actions)
+        if self._acts:
+            return
+        self._acts = True
+        try:
+            while self._actions:
+                # One that fails leaves the others: who was not asked to leave is killed when its time is over.
+                with self._going_on():
+                    self._act(self._actions.popleft())
+        finally:
+            self._acts = False
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Tells a shortage that ends the body. Other errors pass."""
+        try:
+            yield
+        except OSError as error:
+            if shortage(error) is None:
+                raise
+            self.short_of(error)
 
     def _act(self, action: Action) -> None:
         match action:
@@ -307,10 +321,10 @@ class Supervisor(Actor):
         self.short_of(error)
         self._failed(life, f"not started: {shortage(error) or error}")
 
-    def _can_restart(self) -> bool:
+    def _has_state(self, look: Callable[[], bool]) -> bool:
         """A checkpoint that cannot be looked for is none: the machine asks in the middle of a transition, which must end."""
         try:
-            return self._config.can_restart_globally()
+            return look()
         except OSError as error:
             self.short_of(error)
             return False
@@ -390,10 +404,12 @@ class Supervisor(Actor):
             self._failed(life, process.exit_text(code), rank=worker.rank, pid=worker.pid)
 
     def main_exited(self, life: Incarnation, code: int) -> None:
-        if life.ending is None and not self._expected(life, code):
-            main = "torchrun: " if life.name in self._groups else ""
-            self._failed(life, main + process.exit_text(code), pid=None if life.main is None else life.main.pid)
-        self._end(life)  # also what a group leaves behind that is done
+        try:
+            if life.ending is None and not self._expected(life, code):
+                main = "torchrun: " if life.name in self._groups else ""
+                self._failed(life, main + process.exit_text(code), pid=None if life.main is None else life.main.pid)
+        finally:
+            self._end(life)  # also what a group leaves behind that is done
 
     def _expected(self, life: Incarnation, code: int | None) -> bool:
         """0 is an end, of a service once it was asked; and so is SIGTERM for a process that we asked before it could listen."""

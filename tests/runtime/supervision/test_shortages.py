@@ -3,7 +3,9 @@ missing is told by its name."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import errno
 import os
 import resource
 import shutil
@@ -11,9 +13,14 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from rondo.runtime.config import SupervisionConfig
+from rondo.runtime.records.ledger import Ledger
+from rondo.runtime.supervision.spec import GroupSpec, SupervisorConfig
+from rondo.runtime.supervision.supervisor import Supervisor
 from tests.runtime.supervision.test_supervisor import Program, program
 
 IDLE = [("beta-0", 1, ["Idle"])]
@@ -104,3 +111,29 @@ def test_a_run_that_can_open_nothing_ends_with_that_as_its_cause(tmp_path: Path)
         run.close()
     assert outcome["exit_code"] == 1
     assert "not started: " in str(outcome["first_cause"]) and "Too many open files" in str(outcome["first_cause"])
+
+
+@pytest.mark.parametrize("finds_state", [True, False])
+async def test_a_run_whose_starts_all_fail_at_once_ends_with_every_life_gone(
+    tmp_path: Path, *, finds_state: bool
+) -> None:
+    """A start that fails ends the run before the starts that were decided with it are done."""
+
+    def short() -> bool:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    config = SupervisorConfig(
+        tmp_path, (GroupSpec("beta-0", "beta", 1, ("Idle",)),), "coordinator", SupervisionConfig(max_restarts=0),
+        can_restart_globally=lambda: finds_state, find_state=short, finds_state=finds_state,
+    )  # fmt: skip
+    supervisor = Supervisor(config)
+    surroundings = SimpleNamespace(log_path=lambda name, *_: tmp_path / name)
+    supervisor._estate = SimpleNamespace(  # type: ignore[assignment]
+        keep=short, surroundings=surroundings, strays=lambda own: [], segments=SimpleNamespace(drop=lambda name: None)
+    )
+    supervisor._spare, supervisor._announcers = contextlib.ExitStack(), {}
+    with Ledger(tmp_path, lambda record: None) as supervisor._ledger:
+        async with asyncio.timeout(60), asyncio.TaskGroup() as supervisor._tasks:
+            supervisor._do(supervisor._machine.begin(0.0))
+            await supervisor._finished.wait()
+    assert supervisor._outcome is not None and "not started: " in str(supervisor._outcome.first_cause)
