@@ -22,6 +22,7 @@ import uuid
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import Field, PlainValidator, model_validator
@@ -241,7 +242,7 @@ class _OpenAI(Asked):
         content, reasoning = (
             "".join(part.text for part in parts if part.kind == kind) for kind in ("content", "reasoning")
         )
-        calls = [_call(part) for part in parts if part.kind == "call"]
+        calls = [self._call(number, part) for number, part in enumerate(part for part in parts if part.kind == "call")]
         message: dict[str, Any] = {"role": "assistant", "content": content if content or not calls else None}
         if reasoning:
             message["reasoning_content"] = reasoning
@@ -265,7 +266,15 @@ class _OpenAI(Asked):
         if part.kind != "call":
             return {"content" if part.kind == "content" else "reasoning_content": part.text}
         told.num_calls += 1
-        return {"tool_calls": [{"index": told.num_calls - 1} | _call(part)]}
+        return {"tool_calls": [{"index": told.num_calls - 1} | self._call(told.num_calls - 1, part)]}
+
+    def _call(self, number: int, part: Part) -> dict[str, Any]:
+        """Return a call of a tool. In a session its id follows from the prompt and the call: the record and an answer that is
+        sent again have the id that the client was sent."""
+        digest = blake2b(self.asks[0].prompt.tobytes(), digest_size=12)
+        digest.update(repr((self.session or self.id, number, part.name, part.text)).encode())
+        function = {"name": part.name, "arguments": part.text}
+        return {"id": f"call_{digest.hexdigest()}", "type": "function", "function": function}
 
     def _usage(self, answers: Sequence[Answer]) -> dict[str, int]:
         """Tokens; a prompt with several samples counts once."""
@@ -312,11 +321,6 @@ class _OpenAI(Asked):
 def _reason(answer: Answer, called: bool) -> str:
     assert answer.finish is not None
     return "tool_calls" if called and answer.finish.kind == "stop" else answer.finish.kind
-
-
-def _call(part: Part) -> dict[str, Any]:
-    function = {"name": part.name, "arguments": part.text}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
 def _token(pieces: Pieces, token: int, value: float) -> dict[str, Any]:

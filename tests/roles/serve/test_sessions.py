@@ -223,6 +223,25 @@ async def test_where_the_template_leaves_thoughts_out_once_a_user_speaks_again_t
     )
 
 
+async def test_calls_of_tools_have_one_id_in_every_answer_and_in_the_record() -> None:
+    async with serving(lambda prompt: CALL + CALL) as served:
+        messages: list[Any] = [{"role": "user", "content": "1+1?"}]
+        again = SESSION | {"X-Stainless-Retry-Count": "1"}
+        create = functools.partial(served.openai.chat.completions.create, model=MODEL, messages=messages, tools=ADD)
+        found = list[list[str]]()
+        for headers in (SESSION, again):
+            reply = (await create(extra_headers=headers)).choices[0].message
+            found.append([call.id for call in reply.tool_calls or ()])
+        stream = await create(extra_headers=again, stream=True)
+        chunks = [chunk.choices[0].delta.tool_calls or () async for chunk in stream]
+        found.append([call.id or "" for calls in chunks for call in calls])
+        told = await served.get("/rondo/trajectories/task-7")
+        other = (await create(extra_headers={"X-Rondo-Session": "task-8"})).choices[0].message
+    found.append([call["id"] for call in told["calls"][0]["reply"]["tool_calls"]])
+    assert found == found[:1] * 4 and len(set(found[0])) == 2
+    assert not {call.id for call in other.tool_calls or ()} & set(found[0])
+
+
 async def test_a_request_that_a_client_tries_again_is_answered_the_same_whole_and_as_a_stream() -> None:
     said = iter("abcdef")
     async with serving(lambda prompt: next(said)) as served:
