@@ -41,6 +41,8 @@ _ANSWER_S = 30.0
 """A replica that is busy answers so late, beside that."""
 _AGAIN_S = 1.0
 _GONE_S = 60.0
+_SILENT_S = 2.0
+"""From when on it says that nobody answers, and how long it waits."""
 _PROGRESS_S = 30.0
 _TELL_S = 5.0
 """What is told at a stop may take so long."""
@@ -136,16 +138,18 @@ class _Taking:
     def _is_gone(self) -> bool:
         """Whether nobody will answer any more; tells how long nobody has. RondoError where nobody ever did."""
         silent_s = time.monotonic() - self._heard_at
-        if self._has_heard:
-            return self._run is None and silent_s > _GONE_S
-        if self._run is None and silent_s > self._timeout_s:
+        if self._has_heard and (self._run is not None or silent_s > _GONE_S):
+            return self._run is None
+        if self._run is None and not self._has_heard and silent_s > self._timeout_s:
             raise RondoError(
                 f"--url must be of a run that gives out samples, got no answer for {self._timeout_s:g} s. Correct it, or raise "
                 "--timeout for a run that takes longer to begin"
             )
         if silent_s > self._next_s:
             self._next_s += _PROGRESS_S
-            print(f"waiting for the run to begin: no answer for {silent_s:.0f} s", file=sys.stderr, flush=True)
+            again = f"the run, which has ended or starts its replicas again, up to {_GONE_S:g} s"
+            what = again if self._has_heard else "the run to begin"
+            print(f"waiting for {what}: no answer for {silent_s:.0f} s", file=sys.stderr, flush=True)
         return False
 
     def _found(self) -> Iterator[_Place]:
@@ -175,7 +179,7 @@ class _Taking:
         except (aiohttp.ClientConnectionError, TimeoutError):
             await asyncio.sleep(_AGAIN_S)
             return None
-        self._heard_at, self._has_heard = time.monotonic(), True
+        self._heard_at, self._has_heard, self._next_s = time.monotonic(), True, _SILENT_S
         if status in (401, 403, 404):
             raise RondoError(f"{place.url} must be where rollout.agent.elsewhere listens, got: {told}")
         if status != 200:

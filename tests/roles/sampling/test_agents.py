@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -540,6 +541,12 @@ def test_the_command_waits_for_a_run_to_begin_as_long_as_it_is_told_and_says_so(
         taking._is_gone()
     taking._has_heard = True  # and then no more
     assert taking._is_gone()
+    taking._heard_at, taking._next_s = time.monotonic() - 5, 2.0
+    assert not taking._is_gone()
+    said = capsys.readouterr().err
+    assert said == (
+        "waiting for the run, which has ended or starts its replicas again, up to 60 s: no answer for 5 s\n"
+    )
 
 
 # ---- sessions --------------------------------------------------------------------------------------------------------------
