@@ -129,13 +129,14 @@ def is_ours(frame: FrameType) -> bool:
 
 def in_one_line(error: BaseException) -> str:
     """ "KeyError: 'x' (rewards.py:7)": type, text and place of an error; the place is the last step that is the user's, not ours
-    and no library's."""
+    and no library's. The type is left out where it is one of rondo's that says what is wrong."""
     if isinstance(error, SyntaxError) and error.filename is not None:
         return f"{type(error).__name__}: {error.msg} ({error.filename}:{error.lineno})"
     steps = [(frame.f_code.co_filename, line) for frame, line in walk_tb(error.__traceback__) if not is_ours(frame)]
     own = [f" ({file}:{line})" for file, line in steps if not file.startswith("<") and not is_installed(Path(file))]
     text = " ".join(str(error).split())
-    return f"{type(error).__name__}{': ' if text else ''}{text}{own[-1] if own else ''}"
+    kind = "" if text and type(error).__module__.startswith("rondo.") else type(error).__name__
+    return f"{kind}{': ' if kind and text else ''}{text}{own[-1] if own else ''}"
 
 
 def load_reference(reference: str, what: str) -> Callable[..., Any]:

@@ -9,6 +9,7 @@ not judge: every figure is read from the run's files or from the supervisor's ou
 from __future__ import annotations
 
 import collections
+import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 
 _NUM_CAUSES = 5
+_REWARD_OF = re.compile(r"^.*?\breward of .*?, sample \d+: ")
 _SHOWN_WAIT_S = 0.05
 """Waits that add up to less are left out of the table; summary.json has them."""
 
@@ -200,8 +202,9 @@ def left_out(events: Path, steps: Sequence[Mapping[str, Any]] = ()) -> dict[str,
 
 def _cause(why: str) -> str:
     """A traceback's last line, or one line without the row's name before it."""
+    why, num = _REWARD_OF.subn("", why, count=1)
     lines = why.splitlines()
-    return lines[-1] if len(lines) > 1 else why.partition(": ")[2] or why
+    return lines[-1] if len(lines) > 1 else why if num else why.partition(": ")[2] or why
 
 
 def largest_gaps(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -86,6 +86,7 @@ def test_quarantined_groups_are_counted_by_cause_and_a_cause_is_told_without_its
         error(1, "rows:7: image must be whole, got a broken file", "waiting"),
         *(error(group, f"rows:{group}: image must be whole, got a broken file") for group in (1, 2)),
         error(3, "reward of rows:3, sample 0: Traceback\n  line 1\nZeroDivisionError: division by zero"),
+        *(error(row, f"all of them failed: reward of rows row {row}, sample 1: score: none") for row in (149, 171)),
     ]
     told += [{"kind": "left_out", "why": f"rows:{row}: prompt must have 1 to 8 tokens, got 9"} for row in (5, 6, 5)]
     told += [{"kind": "sft", "skipped": skipped} for skipped in (1, 4)]
@@ -95,6 +96,7 @@ def test_quarantined_groups_are_counted_by_cause_and_a_cause_is_told_without_its
     assert summary.quarantined == {
         "image must be whole, got a broken file": 2,
         "ZeroDivisionError: division by zero": 1,
+        "score: none": 2,
     }
 
 
