@@ -12,10 +12,12 @@ As a process of its own it looks at the data before a tokenizer is loaded: reads
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +34,7 @@ from rondo.roles.config import PairsConfig, SftConfig
 from rondo.roles.data.cursor import Order, Permutation
 from rondo.roles.data.datasets import Dataset, Row, RowError, Rows, demonstrations, open_splits, order_of, train_order
 from rondo.roles.data.fingerprints import Fingerprint, Fingerprints, sampled
+from rondo.roles.data.opening import files_of
 from rondo.roles.data.prompts import TooLong, render_prompt, without_media_section
 from rondo.roles.data.questions import answered_sets
 from rondo.roles.data.row_filters import Filtered
@@ -54,7 +57,11 @@ _NUM_TOKENS = 1 << 22
 """Tokens after which no more rows are: some seconds of work."""
 _NUM_MEDIA_ROWS = 4
 """Rows with media, which take longer."""
+_FURTHER_S = 20.0
+"""How long further rows are looked at where a filter left out all of a sample."""
 _NUM_REASONS = 8
+_NUM_FILES = 16
+"""Files that are told by name."""
 _NUM_SCORED = 2
 """Rows of each part that the reward function is tried on."""
 _BESIDE_S = 300.0
@@ -195,11 +202,24 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], u
         most, place = own.num_steps(len(shown)) * own.batch_size, name if own.data is not None else "data"
         parts.append(_Part(name, shown, source, taken, most, make.demonstration, False, place))
     chats = tokenizers if config.model.path is not None else ()  # one that is built here is trained on no chats
+    failed = set[str]()
     for part in parts:
+        if part.place in failed and part.name.startswith("evaluation"):
+            continue  # what is wrong with these settings is told
+        num_errors = sum(finding.level == "error" for finding in report.findings)
         report.look(lambda part=part: usable.extend(_look_at_part(part, report, chats, config.reward)), part.name)  # type: ignore[misc]
+        if sum(finding.level == "error" for finding in report.findings) > num_errors:
+            failed.add(part.place)
     for text in (*_long_warm_ups(config, opened), *(_doubts(config, opened) if config.job == "rl" else ())):
         report.add("note", text)
-    report.add("ok", f"{len(opened.train)} rows to train on, {report.facts.num_held_out} held out")
+    for name, each in config.named_data().items():
+        if files := [file.name for file in files_of(each)]:
+            more = f" and {len(files) - _NUM_FILES} more" if len(files) > _NUM_FILES else ""
+            report.add("ok", f"{name}.path {each.path} stands for {', '.join(files[:_NUM_FILES])}{more}")
+    num_held_out = (config.data if config.own is None else config.demonstrated()).held_out
+    num_evaluated = report.facts.num_held_out
+    evaluated = "" if num_evaluated == num_held_out else f"; an evaluation takes {num_evaluated} rows"
+    report.add("ok", f"{len(opened.train)} rows to train on, {num_held_out} held out{evaluated}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,11 +247,15 @@ class _Part:
     place: str = "data"
     """The section of its settings."""
 
-    def sample(self) -> Iterator[int]:
+    def sample(self) -> list[int]:
         """Rows to look at, so that the first of them are spread over all, too."""
         places = sampled(min(self.num_taken, self.order.num_rows), _NUM_ROWS)
         mixed = Permutation(len(places), "look")
-        return (self.order.locate(places[mixed(i)]).row for i in range(len(places)))
+        return [self.order.locate(places[mixed(i)]).row for i in range(len(places))]
+
+    def all_rows(self) -> Iterator[int]:
+        """Rows in their order, of which the next takes the place of one that a filter leaves out."""
+        return (self.order.locate(place).row for place in range(self.order.num_rows))
 
 
 @dataclass(slots=True)
@@ -256,10 +280,15 @@ def _see(part: _Part) -> _Seen:
     seen = _Seen()
     # Every row that is too long is counted, whatever becomes of it in the run.
     settings = part.settings.model_copy(update={"too_long": "drop"})
-    looked_at = set[int]()
-    for index in part.sample():
+    looked_at, sample, end = set[int](), part.sample(), time.monotonic() + _FURTHER_S
+    for number, index in enumerate(itertools.chain(sample, part.all_rows())):
+        is_further = number >= len(sample)
         if seen.num_tokens > _NUM_TOKENS:
             break
+        if is_further and (seen.usable or not seen.filtered or time.monotonic() > end):
+            break
+        if index in looked_at:
+            continue
         try:
             row = part.rows.row(index)
             if row.media and seen.num_media == _NUM_MEDIA_ROWS:
@@ -276,7 +305,7 @@ def _see(part: _Part) -> _Seen:
         except Filtered as error:
             seen.filtered[error.reason] += 1
         except RowError as error:
-            seen.broken.add(settings_at(part.name, str(error), "data"))
+            seen.broken.add(settings_at(part.place, str(error), "data"))
             seen.num_broken += 1
         seen.num_rows += 1
         looked_at.add(index)
@@ -288,7 +317,7 @@ def _see(part: _Part) -> _Seen:
         except Filtered:
             continue
         except RowError as error:
-            seen.broken.add(settings_at(part.name, str(error), "data"))
+            seen.broken.add(settings_at(part.place, str(error), "data"))
     seen.num_read = seen.num_rows + len(others)
     return seen
 
@@ -305,7 +334,7 @@ def _look_at_part(part: _Part, report: Report, tokenizers: Sequence[Any], reward
     seen, name = _see(part), part.name
     looked_at = f"{seen.num_rows} rows that were looked at"
     reasons = ", ".join(f"{count} x {why}" for why, count in seen.filtered.most_common(_NUM_REASONS))
-    left_out = [*filter(None, [seen.broken.first]), *map(str, seen.too_long[:1]), f"{name}.filter says {reasons}"]
+    left_out = [*filter(None, [seen.broken.first]), *map(str, seen.too_long[:1]), f"{part.place}.filter says {reasons}"]
     num_left_out = seen.num_broken + seen.filtered.total()
     num_left_out += len(seen.too_long) if part.settings.too_long == "drop" else 0
     if num_left_out == seen.num_rows:
@@ -320,7 +349,9 @@ def _look_at_part(part: _Part, report: Report, tokenizers: Sequence[Any], reward
             f"out; the first: {seen.broken.first}",
         )
     if seen.filtered:
-        report.add("note", f"{name}: {seen.filtered.total()} of {looked_at} are left out by {name}.filter: {reasons}")
+        report.add(
+            "note", f"{name}: {seen.filtered.total()} of {looked_at} are left out by {part.place}.filter: {reasons}"
+        )
     if seen.too_long:
         share, longest = len(seen.too_long) / seen.num_rows, max(error.num_tokens for error in seen.too_long)
         report.add(
@@ -338,7 +369,7 @@ def _look_at_part(part: _Part, report: Report, tokenizers: Sequence[Any], reward
     if isinstance(part.rows, Dataset) and part.rows.left_out:
         report.add(
             "note",
-            f"{name}: {len(part.rows.left_out)} rows cannot be read, and {name}.transform does not get them; the first: "
+            f"{name}: {len(part.rows.left_out)} rows cannot be read, and {part.place}.transform does not get them; the first: "
             f"{part.rows.left_out[0]}",
         )
     if seen.made:

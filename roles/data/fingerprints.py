@@ -96,7 +96,11 @@ def _feed(update: Callable[[bytes], None], value: Any) -> None:
     if isinstance(value, Mapping):
         for key in sorted(value, key=repr):
             _feed(update, key)
-            _feed(update, value[key])
+            try:
+                item = value[key]
+            except Exception as error:  # noqa: BLE001 - a value of a table that cannot be decoded
+                item = type(error).__name__
+            _feed(update, item)
     elif isinstance(value, set | frozenset):
         update(repr(sorted(map(repr, value))).encode("utf-8", "backslashreplace"))
     elif isinstance(value, list | tuple):

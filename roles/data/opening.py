@@ -222,11 +222,21 @@ def folder_of(config: DataConfig) -> Path | None:
     return path if path.is_dir() else Path(*plain)
 
 
+def files_of(config: DataConfig) -> list[Path]:
+    """The files that a folder or a glob stands for; none of another path."""
+    path = _cut(config.path or "")[0]
+    is_one = path.startswith(("hub:", *MADE)) or Path(path).is_file() or (Path(path) / "state.json").is_file()
+    return [] if is_one or not path else _files(path)
+
+
 def _files(path: str) -> list[Path]:
     if Path(path).is_file():
         return [Path(path)]
     if Path(path).is_dir():
-        found = [file for file in Path(path).iterdir() if _kind(file) in (".jsonl", ".parquet")]
+        found = [
+            file for file in Path(path).iterdir()
+            if _kind(file) in (".jsonl", ".parquet") and not file.name.startswith(".") and file.is_file()
+        ]  # fmt: skip
     else:
         # Path.glob takes no absolute patterns.
         found = [Path(name) for name in glob(path, recursive=True) if Path(name).is_file()]  # noqa: PTH207

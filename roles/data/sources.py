@@ -143,7 +143,7 @@ class Table(Source):
         return digest_of(self.read, sampled(num_rows, num_sampled))
 
     def read(self, index: int) -> Mapping[str, Any]:
-        return _TableRow(self._columns, index)
+        return _TableRow(self._columns, index, self._name)
 
     def name_of(self, index: int) -> str:
         return f"{self._name} row {index}"
@@ -152,15 +152,21 @@ class Table(Source):
 class _TableRow(Mapping[str, Any]):
     """A row of a table. A value is decoded when it is looked up, so that nobody pays for media that are not used."""
 
-    def __init__(self, columns: Mapping[str, Any], index: int) -> None:
-        self._columns, self._index = columns, index
+    def __init__(self, columns: Mapping[str, Any], index: int, table: str) -> None:
+        self._columns, self._index, self._table = columns, index, table
 
     def __getitem__(self, name: str) -> Any:
         if (column := self._columns[name]) is None:
             return None
         kind, scalar = str(column.type), column[self._index]
-        value = scalar.as_py(maps_as_pydicts="strict") if "map<" in kind else scalar.as_py()
-        return _plain(value) if _NOT_PLAIN.search(kind) else value
+        try:
+            value = scalar.as_py(maps_as_pydicts="strict") if "map<" in kind else scalar.as_py()
+            return _plain(value) if _NOT_PLAIN.search(kind) else value
+        except Exception as error:  # what a value that Python has no such object for leads to
+            raise RowError(
+                f"{self._table} row {self._index}: {name!r} must be a value of its type, {kind}, got {type(error).__name__}: "
+                f"{error}. Correct or remove the row"
+            ) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)
@@ -217,7 +223,8 @@ class Listed(Source):
         if not isinstance(values, Mapping):
             raise RowError(f"{self.name_of(index)}: row must be a dict, got {type(values).__name__}. Correct it")
         if None in values:  # of a table in CSV
-            raise RowError(f"{self.name_of(index)}: row must have a value for each column, got more. Correct it")
+            got = "fewer" if values[None] is None else "more"
+            raise RowError(f"{self.name_of(index)}: row must have a value for each column, got {got}. Correct it")
         return values
 
     def name_of(self, index: int) -> str:
@@ -245,9 +252,17 @@ def csv_file(path: Path, name: str) -> Listed:
     csv.field_size_limit(sys.maxsize)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            return Listed(list(csv.DictReader(file)), name, MOST_MADE)
+            reader = csv.DictReader(file, strict=True)
+            _refuse_same_names(name, reader.fieldnames or ())
+            rows: list[dict[Any, Any]] = [row | ({None: None} if None in row.values() else {}) for row in reader]
+            return Listed(rows, name, MOST_MADE)
     except (ValueError, csv.Error) as error:
         raise Fatal(f"data.path must name a readable .csv file, got {name} ({error}). Correct it") from error
+
+
+def _refuse_same_names(file: str, columns: Sequence[str]) -> None:
+    if twice := [column for column in columns if columns.count(column) > 1]:
+        raise Fatal(f"data.path must name files with each column once, got {twice[0]!r} twice in {file}. Rename one")
 
 
 def table_files(paths: Sequence[Path]) -> list[Table]:
@@ -281,6 +296,8 @@ def table_files(paths: Sequence[Path]) -> list[Table]:
         tables = each(read)
     else:
         tables = each(lambda path: _mapped(_derived(path, ".arrow", lambda out: _write_stream(path, out))))
+    for table, path in zip(tables, paths, strict=True):
+        _refuse_same_names(path.name, table.column_names)
     columns = list(dict.fromkeys(name for table in tables for name in table.column_names))
     return [Table(table, path.name, columns) for table, path in zip(tables, paths, strict=True)]
 

@@ -106,7 +106,7 @@ def encode_answer(tokenizer: Any, row: Row, answer: Any, config: DataConfig, *, 
                 f"{row.name}: an answer must be text, a message of the assistant, or the prompt with one behind it, got another "
                 "chat. Correct or remove the row"
             )
-    if not row.prompt or not (_says(message) or (may_be_empty and message["content"] == "")):
+    if not row.prompt or not (_says(message) or (may_be_empty and isinstance(answer, str))):
         raise RowError(f"{row.name}: answer must be text, got {message.get('content')!r}. Correct or remove the row")
     if isinstance(row.prompt, str) and not config.apply_chat_template:
         if message.keys() - {"role", "content", "weight"} or not isinstance(message["content"], str):
@@ -126,7 +126,7 @@ def _says(message: Mapping[str, Any]) -> bool:
     """Whether an answer has something to learn."""
     content = message.get("content")
     return bool(message.get("tool_calls") or any(message.get(name) for name in REASONING)) or (
-        bool(content) and isinstance(content, str | list)
+        bool(content.strip()) if isinstance(content, str) else isinstance(content, list) and bool(content)
     )
 
 

@@ -11,6 +11,7 @@ leaves out on purpose: those that a filter refuses, or that are too long.
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _NUM_REASONS = 3
 _NAME = re.compile(r"^.*?(?:: (?=\S)|(?= must ))")
@@ -40,7 +41,7 @@ class UnusableRows:
     def refusal(self, name: str, setting: str, most: float, num_rows: int, where: str = "rows") -> str | None:
         """Return why the data set is refused if more of `num_rows` are unusable than the share `most`, which `setting` allows;
         else None. where: what these rows are."""
-        if len(self) <= most * num_rows:
+        if len(self) <= Fraction(str(most)) * num_rows:  # as it is written: 0.29 * 100 is less than 29
             return None
         frequent = sorted(self._reasons.values(), key=lambda reason: -reason[0])[:_NUM_REASONS]
         shown = "; ".join(f"{count} as in {first.rstrip('.')!r}" for count, first in frequent)

@@ -43,6 +43,7 @@ from rondo.roles.data.chat import Chat, Message, check_text
 from rondo.roles.data.datasets import RowError
 from rondo.roles.data.media_rows import with_parts
 from rondo.roles.engines.engine import Completion, FinishReason, Prefix, Request, ended_with, sample_seed
+from rondo.roles.rewards.hub.named import is_thought_mark
 from rondo.roles.sampling.kept_turns import place_of
 from rondo.runtime.errors import ConfigError
 
@@ -123,7 +124,7 @@ class Turn:
 
     @functools.cached_property
     def text(self) -> str:
-        """Without the token that ended it, and without special tokens."""
+        """Without the token that ended it, and without special tokens that are no marks of thoughts."""
         return self.written(skip_special_tokens=True)
 
 
@@ -499,7 +500,7 @@ def _answered(row: _Row) -> tuple[tuple[int, MediaInputs], ...]:
 
 
 class _Written:
-    """What says these tokens as text, or with `skip_special_tokens` without special ones; decoded once, when it is asked."""
+    """What says these tokens as text, or with `skip_special_tokens` as `text_of`; decoded once, when it is asked."""
 
     __slots__ = ("_texts", "_tokenizer", "_tokens")
 
@@ -510,12 +511,20 @@ class _Written:
     def __call__(self, skip_special_tokens: bool = False) -> str:
         if (found := self._texts.get(skip_special_tokens)) is None:
             said = self._tokens.tolist()
-            skips = skip_special_tokens and not _specials(self._tokenizer).isdisjoint(said)
-            found = decoded(self._tokenizer, said, skip_special_tokens=skips)
+            skips = skip_special_tokens and not _hidden(self._tokenizer).isdisjoint(said)
+            found = text_of(self._tokenizer, said) if skips else decoded(self._tokenizer, said)
             self._texts |= {skips: found, skip_special_tokens: found}
         return found
 
 
+def text_of(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Return the text of sampled tokens without special ones, except marks of thoughts, by which rewards find the answer."""
+    hidden = _hidden(tokenizer)
+    return decoded(tokenizer, [token for token in tokens if token not in hidden])
+
+
 @functools.lru_cache(16)
-def _specials(tokenizer: Any) -> frozenset[int]:
-    return frozenset(tokenizer.all_special_ids)
+def _hidden(tokenizer: Any) -> frozenset[int]:
+    added = {token for token, each in tokenizer.added_tokens_decoder.items() if each.special}
+    special = added | {*tokenizer.all_special_ids}
+    return frozenset(token for token in special if not is_thought_mark(tokenizer.decode([token])))

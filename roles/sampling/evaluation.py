@@ -41,7 +41,7 @@ from rondo.roles.rewards.hub.named import ends_in_thought
 from rondo.roles.rewards.pool import RewardItem, RewardPool, RewardResult
 from rondo.roles.rewards.scores import too_large
 from rondo.roles.sampling.columns import finish_of, pieces_of
-from rondo.roles.sampling.episode import Limits, Made
+from rondo.roles.sampling.episode import Limits, Made, text_of
 from rondo.roles.sampling.single_turn import single_turn
 from rondo.roles.sampling.workflow import Client, Context, Workflow
 from rondo.runtime.errors import DeadlineExceeded, RondoError
@@ -359,10 +359,9 @@ def _item_of(tokenizer: Any, row: Row, made: Made, max_new_tokens: int, refs: Se
 
     @functools.cache
     def decoded(tokens: bytes) -> str:
-        text: str = tokenizer.decode(np.frombuffer(tokens, done.tokens.dtype).tolist(), skip_special_tokens=True)
-        return text
+        return text_of(tokenizer, np.frombuffer(tokens, done.tokens.dtype).tolist())
 
-    def text_of(tokens: np.ndarray) -> str:
+    def text(tokens: np.ndarray) -> str:
         return decoded(tokens.tobytes())
 
     own = pieces_of(done)
@@ -373,12 +372,12 @@ def _item_of(tokenizer: Any, row: Row, made: Made, max_new_tokens: int, refs: Se
     turns = [dict(each) for each in made.turns] or [
         {
             "role": "assistant" if sampled or len(every) == 1 else "user",
-            "content": text_of(tokens) if len(answer) else "",
+            "content": text(tokens) if len(answer) else "",
         }
         for tokens, sampled in every
     ]
     return RewardItem(
-        text_of(answer), row.label, row.prompt, row.metadata, finish_of(done), len(done.tokens), max_new_tokens, turns,
-        text_of(done.tokens) if len(answer) else "",
+        text(answer), row.label, row.prompt, row.metadata, finish_of(done), len(done.tokens), max_new_tokens, turns,
+        text(done.tokens) if len(answer) else "",
         ends_in_thought(tokenizer.decode(np.concatenate(before)[-_PROMPT_END:].tolist())), row.columns, row.tools, refs,
     )  # fmt: skip

@@ -29,6 +29,7 @@ from rondo.roles.engines.engine import Completion
 from rondo.roles.rewards.function import UserFunction
 from rondo.roles.rewards.pool import RewardResult
 from rondo.roles.rewards.worker import Opened
+from rondo.roles.sampling.episode import text_of
 from rondo.roles.streams import CONTEXT, TEACHER
 from rondo.runtime.errors import RondoError
 from rondo.runtime.reference import load_reference
@@ -102,7 +103,7 @@ class Teaching:
         samples = [
             {
                 "prompt": row.prompt, "label": row.label, "metadata": row.metadata, "reward": result.score,
-                "response": self.tokenizer.decode(each.tokens.tolist(), skip_special_tokens=True), "details": result.details,
+                "response": text_of(self.tokenizer, each.tokens.tolist()), "details": result.details,
             }
             for each, result in zip(done, results, strict=True)
         ]  # fmt: skip

@@ -68,6 +68,11 @@ def without_thoughts(response: str, starts_inside: bool = False) -> str:
     return "" if inside else response[start:].lstrip() if start else response
 
 
+def is_thought_mark(text: str) -> bool:
+    """Return whether a text is a mark that opens or closes a thought."""
+    return _MARK.fullmatch(text.strip()) is not None
+
+
 def ends_in_thought(prompt: Any) -> bool:
     """Return whether a prompt, a text or messages, ends with the mark that opens a thought."""
     if isinstance(prompt, Sequence) and not isinstance(prompt, str) and prompt:

@@ -725,6 +725,33 @@ def measured(make: Make, tmp_path: Path, rows: str, *sets: str) -> list[Finding]
     return report.findings
 
 
+def test_a_filter_that_keeps_few_rows_is_no_error_and_what_is_held_out_and_evaluated_is_told(
+    make: Make, tmp_path: Path
+) -> None:
+    (folder := tmp_path / "some").mkdir()
+    (folder / "a.jsonl").write_text("".join(f'{{"prompt": "{at}", "label": "1"}}\n' for at in range(200)))
+    (folder / ".b.jsonl").write_text("no JSON\n")
+    (tmp_path / "few.py").write_text("def few(row):\n    return int(row['prompt']) % 25 == 0\n")
+
+    def told(*sets: str) -> list[Finding]:
+        report = check_child.Report()
+        config = make("data.rows=null", f"data.path={folder}", "num_steps=2", "data.shuffle=False", *sets)
+        report.look(lambda: check_child.look_at_data(config, report, [], []), "data")
+        return report.findings
+
+    alone = ("data.held_out=0", "evaluation=null")
+    filtered = told(f"data.filter={tmp_path}/few.py:few", *alone)
+    assert [each.text for each in filtered if each.level == "error"] == []
+    assert any(each.text.endswith("a.jsonl") and ".b" not in each.text for each in filtered)
+    assert told("data.held_out=8", "evaluation.num_prompts=4")[-1].text == (
+        "192 rows to train on, 8 held out; an evaluation takes 4 rows"
+    )
+    (tmp_path / "none.py").write_text("def none(row):\n    return False\n")
+    found = told(f"data.filter={tmp_path}/none.py:none", "data.held_out=8", "evaluation.num_prompts=4")
+    [error] = [each.text for each in found if each.level == "error"]
+    assert error.startswith("data: no row can be used of 192 rows")
+
+
 LONG = "[{'prompt': 'x' * (40 if i % 3 else 8), 'label': ''} for i in range(150)]"
 
 

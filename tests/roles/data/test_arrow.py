@@ -143,3 +143,20 @@ def test_a_shard_without_a_column_that_every_row_must_have_is_refused_by_name(sh
         open_dataset(DataConfig(path=str(shards)))
     media = {"media_columns": {"image": "picture"}, "apply_chat_template": True}
     assert open_dataset(DataConfig(path=str(shards), label=None, **media)).row(0).media == ()
+
+
+def test_a_value_that_cannot_be_decoded_is_told_where_its_column_is_named_and_harms_nobody_else(tmp_path: Path) -> None:
+    pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    odd = {
+        "time": pa.array([2**60], pa.timestamp("us")),
+        "zone": pa.array([0], pa.timestamp("us", "Nowhere/Town")),
+        "twice": pa.array([[("a", 1), ("a", 2)]], pa.map_(pa.string(), pa.int64())),
+        "text": pa.array([b"\xff"], pa.binary()).view(pa.string()),
+    }
+    pq.write_table(pa.table({"prompt": ["p"], "label": ["l"]} | odd), tmp_path / "odd.parquet")
+    config = DataConfig(path=str(tmp_path / "odd.parquet"))
+    assert open_dataset(config).fingerprint() == open_dataset(config).fingerprint()
+    assert open_dataset(config).row(0).prompt == "p"
+    for column in odd:
+        with pytest.raises(RowError, match=rf"odd.parquet row 0: '{column}' must be a value of its type"):
+            open_dataset(config.model_copy(update={"label": column}))

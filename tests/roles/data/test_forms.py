@@ -179,6 +179,20 @@ def test_what_cannot_be_read_is_refused_with_what_to_do(tmp_path: Path, monkeypa
     (tmp_path / "more.csv").write_text("prompt,label\na,b\nc,d,e\n")
     with pytest.raises(RowError, match=r"more.csv row 1: row must have a value for each column, got more"):
         opened(tmp_path / "more.csv").row(1)
+    (tmp_path / "fewer.csv").write_text("prompt,label\na,b\nc\n")
+    with pytest.raises(RowError, match=r"fewer.csv row 1: row must have a value for each column, got fewer"):
+        opened(tmp_path / "fewer.csv").row(1)
+    for name, text, words in (
+        (
+            "open.csv",
+            'prompt,label\na,b\n"It is 5,5\n' + "c,d\n" * 9,
+            r"readable \.csv file, got open.csv \(unexpected end",
+        ),
+        ("twice.csv", "prompt,label,label\na,b,c\n", "with each column once, got 'label' twice in twice.csv"),
+    ):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(Fatal, match=words):
+            opened(tmp_path / name)
     (tmp_path / "train.gz").write_bytes(gzip.compress(lines()))
     with pytest.raises(Fatal, match=r"one kind at a time, got a name without such an ending in .*train.gz"):
         opened(tmp_path / "train.gz")

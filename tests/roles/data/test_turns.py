@@ -228,6 +228,7 @@ def test_marked_turns_are_learnt_unless_their_weight_is_0() -> None:
         ("text", "all", "a chat must have a turn of the assistant to learn, got none"),
         ([user("q"), said(""), user("r"), said("5")], "all", "answer must be text, got '' in message 2"),
         ([user("q"), said("")], "last", "answer must be text, got ''"),
+        ([user("q"), said("\n")], "last", "answer must be text, got '\\n'"),
         ([user("q")], "last", "answer must be text, got None"),
         ([said("4")], "last", "answer must be text, got '4'"),
         (

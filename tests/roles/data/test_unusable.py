@@ -20,6 +20,7 @@ def test_rows_are_refused_beyond_the_share_that_is_allowed_and_not_at_it() -> No
         'got int. Correct the row". Correct the rows, or raise data.max_bad_rows to have them left out'
     )
     assert counted().refusal("data", "data.max_bad_rows", 0, 9) is None
+    assert counted(*[one.first] * 29).refusal("data", "data.max_bad_rows", 0.29, 100) is None
 
 
 def test_reasons_are_counted_whatever_the_row_and_its_values_and_the_most_frequent_come_first() -> None:

@@ -28,12 +28,13 @@ from rondo.roles.data.chat import Chat
 from rondo.roles.data.datasets import Row
 from rondo.roles.data.prompts import render_prompt
 from rondo.roles.engines.engine import Completion, Request, SamplingParams
+from rondo.roles.rewards.hub import gsm8k
 from rondo.roles.rewards.pool import RewardResult
 from rondo.roles.rewards.worker import in_worker
 from rondo.roles.sampling.columns import columns_of, loss_mask
 from rondo.roles.sampling.environments import Environments, EnvironmentStats, Step
-from rondo.roles.sampling.episode import Made
-from rondo.roles.sampling.evaluation import limits_of, scored
+from rondo.roles.sampling.episode import Made, SampleRow
+from rondo.roles.sampling.evaluation import _item_of, limits_of, scored
 from rondo.roles.sampling.leases import Progress
 from rondo.roles.sampling.tools import parts_of, with_tools
 from rondo.roles.sampling.workflow import Client, Context
@@ -551,6 +552,30 @@ async def test_a_reward_is_given_the_final_answer_and_beside_it_all_turns() -> N
     await scored(Pool(), TOKENIZER, ROW, bare, 8)  # type: ignore[arg-type]
     assert items[1].response == last
     assert [turn["role"] for turn in items[1].turns] == ["assistant", "user", "assistant"]
+
+
+async def test_marks_of_thoughts_that_are_special_tokens_reach_the_reward_and_no_other_special_token_does() -> None:
+    (tokenizer := build_tokenizer()).add_special_tokens(
+        {"additional_special_tokens": ["[THINK]", "[/THINK]", "<pad2>"]}
+    )
+
+    class Pool:
+        async def score(self, given: Any) -> Any:
+            return [
+                RewardResult(gsm8k(each.response, "72", prompt="", metadata={}, in_thought=each.in_thought))
+                for each in given
+            ]
+
+    for prompt, said, expected in (
+        ("Q", "[THINK]#### 72", 0), ("Q[THINK]", "hm[/THINK]#### 72", 1), ("Q", "#### 72<pad2><|im_end|>", 1),
+    ):  # fmt: skip
+        asked, tokens = (np.array(tokenizer(text)["input_ids"], np.int32) for text in (prompt, said))
+        zeros = np.zeros(len(tokens), np.float32)
+        made = Made(0, (SampleRow(asked, Completion("", tokens, zeros, zeros.astype(np.int32), "stop")),))
+        [found] = await scored(Pool(), tokenizer, ROW, [made], 8)  # type: ignore[arg-type]
+        item = _item_of(tokenizer, ROW, made, 8, ())
+        assert (found.score, "pad2" in item.response or "im_end" in item.response) == (expected, False), said
+        assert item.response == item.turns[-1]["content"] == item.transcript
 
 
 class Slow:

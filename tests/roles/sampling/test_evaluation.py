@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -65,6 +65,9 @@ class Scores:
 
 
 class Letters:
+    added_tokens_decoder: Mapping[int, Any] = {}
+    all_special_ids: Sequence[int] = ()
+
     def decode(self, tokens: list[int], **_: Any) -> str:
         return "".join(chr(token) for token in tokens)
 

@@ -32,6 +32,14 @@ from tests.comm.served import served
 from tests.roles.test_resumed import BASE_COLUMNS, Groups, leased
 
 
+class FirstNumber:
+    added_tokens_decoder: Mapping[int, Any] = {}
+    all_special_ids: Sequence[int] = ()
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return str(tokens[0])
+
+
 class Scored(Groups):
     """Samples of 3 tokens, the last one cut off at that; `rewards` by their number, None of one that fails. Each group is scored
     one sample after the other."""
@@ -44,7 +52,7 @@ class Scored(Groups):
             span=lambda *_, **__: nullcontext(), work=lambda *_: nullcontext(), load_s=1.0, run_dir=folder
         ))  # fmt: skip
         self.rewards = cast(Any, SimpleNamespace(score=self._rewarded))
-        self.tokenizer = SimpleNamespace(decode=lambda tokens, **_: str(tokens[0]))
+        self.tokenizer = FirstNumber()
         self.rows = cast(
             Any,
             SimpleNamespace(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
@@ -179,6 +180,9 @@ async def test_samples_that_end_together_come_together_in_the_order_of_their_num
             return [RewardResult(float(item.response)) for item in items]
 
     class Letters:
+        added_tokens_decoder: Mapping[int, Any] = {}
+        all_special_ids: Sequence[int] = ()
+
         def decode(self, tokens: list[int], **_: Any) -> str:
             return str(tokens[0])
 
