@@ -60,8 +60,6 @@ _NUM_MEDIA_ROWS = 4
 _FURTHER_S = 20.0
 """How long further rows are looked at where a filter left out all of a sample."""
 _NUM_REASONS = 8
-_NUM_FILES = 16
-"""Files that are told by name."""
 _NUM_SCORED = 2
 """Rows of each part that the reward function is tried on."""
 _BESIDE_S = 300.0
@@ -214,8 +212,8 @@ def look_at_data(config: RunConfig, report: Report, tokenizers: Sequence[Any], u
         report.add("note", text)
     for name, each in config.named_data().items():
         if files := [file.name for file in files_of(each)]:
-            more = f" and {len(files) - _NUM_FILES} more" if len(files) > _NUM_FILES else ""
-            report.add("ok", f"{name}.path {each.path} stands for {', '.join(files[:_NUM_FILES])}{more}")
+            names = ", ".join(files[:_NUM_REASONS])
+            report.add("ok", f"{name}.path {each.path}: {len(files)} files are read, the first of them {names}")
     num_held_out = (config.data if config.own is None else config.demonstrated()).held_out
     num_evaluated = report.facts.num_held_out
     evaluated = "" if num_evaluated == num_held_out else f"; an evaluation takes {num_evaluated} rows"
@@ -253,10 +251,6 @@ class _Part:
         mixed = Permutation(len(places), "look")
         return [self.order.locate(places[mixed(i)]).row for i in range(len(places))]
 
-    def all_rows(self) -> Iterator[int]:
-        """Rows in their order, of which the next takes the place of one that a filter leaves out."""
-        return (self.order.locate(place).row for place in range(self.order.num_rows))
-
 
 @dataclass(slots=True)
 class _Seen:
@@ -281,11 +275,11 @@ def _see(part: _Part) -> _Seen:
     # Every row that is too long is counted, whatever becomes of it in the run.
     settings = part.settings.model_copy(update={"too_long": "drop"})
     looked_at, sample, end = set[int](), part.sample(), time.monotonic() + _FURTHER_S
-    for number, index in enumerate(itertools.chain(sample, part.all_rows())):
-        is_further = number >= len(sample)
-        if seen.num_tokens > _NUM_TOKENS:
-            break
-        if is_further and (seen.usable or not seen.filtered or time.monotonic() > end):
+    every = (part.order.locate(place).row for place in range(part.order.num_rows))
+    for number, index in enumerate(itertools.chain(sample, every)):
+        # The next row takes the place of one that a filter leaves out.
+        is_seen = number >= len(sample) and (seen.usable or not seen.filtered or time.monotonic() > end)
+        if is_seen or seen.num_tokens > _NUM_TOKENS:
             break
         if index in looked_at:
             continue
