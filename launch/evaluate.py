@@ -94,6 +94,7 @@ def main(
         )
         options = train.TrainOptions(meant.module, plain=plain, trains=False)
         with train.prepared(settings, f"{settings.name}-eval", options, nursery, specs, num_steps=0) as (run, admin):
+            say(f"measuring {meant.checkpoint or source}, whose weights are version 0 of this evaluation")
             outcome = train.supervised(train.settings_of(run.path), run, options, admin, nursery, specs, attempt=0)
             found = found_in(run.path, settings)
             of = {"source": source, "checkpoint": meant.checkpoint and meant.checkpoint.name, "seed": settings.seed}
