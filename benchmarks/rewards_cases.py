@@ -250,5 +250,6 @@ PUBLISHED = {
 }
 DIFFERS = {
     "math": {"1.22": "a comma between digits is a list, as in MATH's answers, or a thousand, and no decimal point"},
+    "openr1mm": {"B": "an answer stands in <answer>"},
 }
 """Checker -> response -> why ours scores another way, with `as_published` where it has that."""

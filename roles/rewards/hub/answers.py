@@ -22,7 +22,16 @@ from typing import Any
 
 from rondo.roles.rewards.hub import published
 from rondo.roles.rewards.hub.named import named
-from rondo.roles.rewards.hub.statements import MAX_STATEMENT, choice_in, last_number, number_in, plain, words
+from rondo.roles.rewards.hub.statements import (
+    MAX_STATEMENT,
+    choice_in,
+    is_denied,
+    is_withdrawn,
+    last_number,
+    number_in,
+    plain,
+    words,
+)
 from rondo.roles.rewards.scores import RewardError
 
 LETTERS = string.ascii_uppercase[:8]
@@ -60,7 +69,7 @@ def gsm8k(response: str, label: Any, *, prompt: Any, metadata: Any, anywhere: bo
     right = right_answers(
         label, lambda text: number_in(text.rpartition("####")[2]), "a number, or have one behind '####'"
     )
-    said = last_number(response) if anywhere else number_in(_marked(response))
+    said = last_number(response) if anywhere else number_in(unexclaimed(_marked(response)))
     return float(said is not None and said in right)
 
 
@@ -153,7 +162,7 @@ def found_in(response: str, inside: str | None) -> str | None:
 
 def last_boxed(text: str) -> str | None:
     """What the last \\boxed{...} or \\fbox{...} holds, or the last ones with a comma, "or" or "and" between them, separated by
-    commas; None where there is none, or its end is missing."""
+    commas; None where there is none, its end is missing, or the text around it denies or withdraws it."""
     boxes = list(_BOX.finditer(text))
     contents: list[str] = []
     start = len(text)
@@ -161,6 +170,8 @@ def last_boxed(text: str) -> str | None:
         end = _end_of(text, box.end())
         if end is None or (contents and _BETWEEN_BOXES.fullmatch(text, end + 1, start) is None):
             break
+        if (not contents and is_withdrawn(text[end + 1 : end + 300])) or is_denied(text[: box.start()][-60:]):
+            return None
         contents.append(text[box.end() : end])
         start = box.start()
     return ", ".join(reversed(contents)) if contents else None
@@ -188,6 +199,11 @@ def _marked(response: str) -> str:
     rest = response.rstrip("# \n").rpartition("####")
     lines = [line for line in plain(rest[2][:MAX_STATEMENT]).splitlines() if line.strip()][:2] if rest[1] else []
     return next((line for line in lines if re.search("[0-9]", line)), "")
+
+
+def unexclaimed(sentence: str) -> str:
+    """Return a sentence without the exclamation marks at its end, which are no factorials behind a number."""
+    return re.sub(r"(?<![\\!])!+(?=[\s*]*$)", "", sentence)
 
 
 def _untagged(label: str) -> str:

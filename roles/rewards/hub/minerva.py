@@ -12,9 +12,9 @@ import re
 from collections import deque
 from typing import Any
 
-from rondo.roles.rewards.hub.answers import right_answers, written
+from rondo.roles.rewards.hub.answers import right_answers, unexclaimed, written
 from rondo.roles.rewards.hub.named import named
-from rondo.roles.rewards.hub.statements import MAX_STATEMENT, number_in, plain
+from rondo.roles.rewards.hub.statements import MAX_STATEMENT, is_denied, is_name, is_withdrawn, number_in, plain
 
 _LOOKED_AT = 300
 """Characters at the end of a response. The longest answer of MATH-500 has 159."""
@@ -55,6 +55,8 @@ def dapo(response: str, label: Any, *, prompt: Any, metadata: Any) -> dict[str, 
     said = found[0][1].strip() if found else ""
     if not said or len(said) > MAX_STATEMENT:
         return _result(False, None)
+    if is_withdrawn(response[found[0].end() :][:300]) or is_denied(f"{response[: found[0].start()][-60:]}answer is "):
+        return _result(False, normalized(said))
     return _result(any(_equal(said, each) for each in right), normalized(said))
 
 
@@ -65,7 +67,10 @@ def _result(right: bool, said: str | None) -> dict[str, Any]:
 def _equal(answer: str, label: str) -> bool:
     number = number_in(label)
     if number is not None:
-        return number_in(answer) == number
+        return number_in(unexclaimed(answer)) == number
+    *before, last = plain(answer, braces=True).split("=")
+    if "=" not in label and any(not is_name(part) and _form(part) != _form(last) for part in before):
+        return False
     return _form(plain(answer, braces=True)) == _form(plain(label, braces=True))
 
 

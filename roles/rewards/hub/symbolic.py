@@ -18,10 +18,10 @@ import string
 from collections.abc import Sequence
 from typing import Any
 
-from rondo.roles.rewards.hub.answers import found_in, last_boxed, last_tagged, right_answers, written
+from rondo.roles.rewards.hub.answers import found_in, last_boxed, last_tagged, right_answers, unexclaimed, written
 from rondo.roles.rewards.hub.named import named
 from rondo.roles.rewards.hub.processor_time import TookTooLong, at_most
-from rondo.roles.rewards.hub.statements import number_in, plain, units_of
+from rondo.roles.rewards.hub.statements import is_denied, is_name, is_withdrawn, number_in, plain, units_of
 from rondo.runtime.errors import ConfigError
 
 try:
@@ -54,7 +54,9 @@ _TIDIED = [
         ),
         (r"(?<=[0-9])(?:\\[,;: !]|\{,\}|,\\!| )(?=[0-9]{3}(?![0-9]))", ""),
         (r"(?<![0-9])([0-9]{1,9}) +([0-9]{1,9})/([0-9]{1,9})", r"\1\\frac{\2}{\3}"),
-        (r"\\(?:text|mathrm|textbf|mbox)\s*\{\s*(and|or)\s*\}", ","),
+        (r"\\(?:text|mathrm|textbf|mbox)\s*\{\s*(and|or)\s*\}|(?<=[0-9)}]) (?:and|or) (?=[-0-9\\({]|[a-z] ?=)", ","),
+        (r"\\varnothing|\\\{\s?\\\}|∅", r"\\emptyset"),
+        (r"^\\text\s*\{\s*(?:[Tt]he )?(?:[Ff]inal )?[Aa]nswer(?: is)?\s*:?\s*\}", ""),
     )
 ]
 _COMMAND = re.compile(r"\\[A-Za-z]+|[a-z](?= *=)")
@@ -72,9 +74,15 @@ _PRODUCT = re.compile(r"[a-dA-D]{1,3}|[w-zW-Z]{1,4}|[p-tP-T]{1,3}|[kmn]{1,3}|[i-
 _BRACKETS = re.compile(r"\\\{.*\\\}|[(\[].*[)\]]", re.DOTALL)
 _RATIO = re.compile(r"[^:]+(?::[^:=]+)+")
 _RELATION = re.compile(r"\\(leq?|geq?|lt|gt)(?![a-z])|(<=|>=|[<>≤≥])")
+_UNEQUAL = re.compile(
+    r"\\(?:n?(?:eq?|leq?|geq?)(?:q|slant)?|not|lt|gt|ll|gg|l?dots[bc]?|cdots|sim|propto|to)(?![a-z])|[≠≤≥…]"
+)
 _SYMBOLS = {"le": "<=", "leq": "<=", "≤": "<=", "ge": ">=", "geq": ">=", "≥": ">=", "lt": "<", "gt": ">"}
 _SIGNS = str.maketrans("−–", "--")
-_CUE = re.compile(r"answer\W{0,3}(?:\s*(?:is|are)\b|\s*[:=])[\s*:]*|####", re.IGNORECASE)
+_CUE = re.compile(
+    r"answer\W{0,3}(?:\s*(?:is|are)\b|\s*[:=])[\s*:]*|####|^[#*_ ]{1,8}(?:the )?(?:final )?answer[*_: ]{0,8}$",
+    re.IGNORECASE | re.MULTILINE,
+)
 _SENTENCE_CUE = re.compile(
     r"(?:.*\b(?:is|are|equals?|get|gives|obtain|have|yields)\b|(?:so|hence|thus|therefore)\b,?)[\s:]*",
     re.DOTALL | re.IGNORECASE,
@@ -100,7 +108,9 @@ def math(response: str, label: Any, *, prompt: Any, metadata: Any) -> float:
     response without a box is its answer.
     """
     right, answer = right_answers(label), last_boxed(response)
-    return float(_is_any(stated(response) if answer is None else answer, right))
+    if answer is None and (said := stated(response)) is not None:
+        return float(_is_any(said, right) or _is_any(unexclaimed(said), right))
+    return float(_is_any(answer, right))
 
 
 @named(writes=lambda label: f"</think>{written(label, 'boxed')}")
@@ -124,22 +134,24 @@ def geo3k(response: str, label: Any, *, prompt: Any, metadata: Any, whole: str =
 @named(writes=lambda label: written(label, "answer"))
 def openr1mm(response: str, label: Any, *, prompt: Any, metadata: Any, whole: str = "") -> float:
     """1 where the <answer> equals the label as mathematics or as text. More than one thought or answer is worth nothing.
-    Its source also pays an answer in a thought, and compares as math-verify does."""
+    Its source also pays an answer in a thought or without a tag, and compares as math-verify does."""
     right = right_answers(label, lambda text: found_in(text, "answer") or text.strip())
     if any(whole.count(tag) > 1 for tag in ("</think>", "<answer>", "</answer>")):
         return 0.0
-    answer = last_boxed(response)
-    return float(_is_any(stated(response) if answer is None else answer, right))
+    if (answer := last_tagged(response, "answer")) is None:
+        return 0.0
+    return float(_is_any(stated(response) if (in_box := last_boxed(answer)) is None else in_box, right))
 
 
 def stated(response: str) -> str | None:
     """Return what a response without a box says last; None where it says nothing of that kind."""
     answer = last_tagged(response, "answer")
     text = response[-_LOOKED_AT:] if answer is None else answer
-    if cues := list(_CUE.finditer(text)):
-        return _SENTENCE_END.split(text[cues[-1].end() :].strip(), maxsplit=1)[0]
-    if "\\boxed" in text:  # and its end is missing
+    if "\\boxed" in text:  # and its end is missing, or it is withdrawn
         return None
+    if cues := list(_CUE.finditer(text)):
+        said, *rest = _SENTENCE_END.split(text[cues[-1].end() :].strip(), maxsplit=1)
+        return None if is_withdrawn("".join(rest)) or is_denied(text[: cues[-1].end()]) else said
     if len(text) < _LOOKED_AT and (answer is not None or not _PROSE.search(text)):
         return text
     sentence = _SENTENCE_END.split(text.strip())[-1]
@@ -178,7 +190,8 @@ def same(answer: str, label: str) -> bool:
         and units[0] != units[1]
     ):
         return False
-    if all(bases := [_BASE.findall(text) for text in (said, right)]) and bases[0] != bases[1]:
+    bases = [_BASE.findall(text) for text in (said, right)]
+    if (bases[0] and bases[0] != bases[1]) or (_UNEQUAL.search(said) and not _UNEQUAL.search(right)):
         return False
     if kind == "ratio":
         said, right = _in_parts(said), _in_parts(right)
@@ -186,7 +199,8 @@ def same(answer: str, label: str) -> bool:
     if letters[0] != letters[1] and {*map(str.lower, letters[0])} == {*map(str.lower, letters[1])}:
         return False
     *others, last = said.split("=")
-    terms = [part for part in others[-_MAX_CHAIN:] if part.strip() and not re.search(r"(?<![\\A-Za-z])[A-Za-z]", part)]
+    is_term = re.compile(r"(?!.*(?<![\\A-Za-z])[A-Za-z])") if "=" in right else re.compile("")
+    terms = [part for part in others[-_MAX_CHAIN:] if kind == "" and is_term.match(part) and not is_name(plain(part))]
     return _compared(said, right) and all(_compared(term, last) for term in terms)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.roles.rewards.hub.judging import Table, misjudged, score_of, size
+from tests.roles.rewards.hub.judging import HEDGED, NAMED, Table, misjudged, score_of, size
 
 MARKED: Table = {
     "72": (
@@ -14,13 +14,14 @@ MARKED: Table = {
             "#### Answer: 72", "#### 71\n#### 72", "#### Final Answer\n72", "#### Final answer:\n\n**72**", "#### 72 ####",
             "#### \\text{72}", "#### 72 \\text{ apples}", "#### 72 apples per day", "#### $72 per month", "#### +72",
             "#### 72<|im_end|>", "#### 72 € ", "#### 72\n", "### Step 1\n6 * 12\n#### 72", "#### \\(72\\)", "#### 144/2",
-            "#### Step 1: add 48\n\n#### 72",
+            "#### Step 1: add 48\n\n#### 72", "#### 72!", "**#### 72!**",
         ),
         (
             "72", "The answer is 72", "#### 72 or 73", "#### 73 or 72", "#### 72 and 73", "#### 72, 73", "#### 72,73",
             "#### 72/2", "#### 1/72", "#### 72e3", "#### 72-80", "#### 72 - 80", "#### 72–80", "#### 72 to 80", "#### 72..80",
             "#### 72,000", "#### 72 000", "#### 72k", "#### 72 million", "#### 72 thousand", "#### not 72", "#### -72",
-            "#### −72", "#### 72^2", "#### 72²", "#### 72!", "#### 72 * 2", "#### 72 + 1", "#### 72:30", "#### 7 2", "#### 7,2",
+            "#### −72", "#### 72^2", "#### 72²", "#### 72! * 2", "#### 72 * 2", "#### 72 + 1", "#### 72:30", "#### 7 2",
+            "#### 7,2",
             "#### 0,72", "#### 72.5", "#### 72 1/2", "#### 72\n#### 71", "#### 720", "#### 172", "#### ", "####", "#### x72y",
             "#### 1 or 2 or 72", "#### between 70 and 72", "#### less than 72", "#### more than 72", "#### seventy",
             "#### 72 = 73", "#### It isn't 72", "#### 72 x", "#### 71 72 73", "#### 72?73", "#### 0x72", "#### 7.2",
@@ -44,6 +45,7 @@ MARKED: Table = {
         "#### 21/2")),
     "Natalia sold 48+24 = <<48+24=72>>72 clips.\n#### 72": (("#### 72",), ("#### 48",)),
     72: (("#### 72",), ("#### 73",)),
+    "100000": (("#### 1,00,000", "#### 100,000"), ("#### 1,00,00", "#### 10,00,000")),
     "$1,000": (("#### 1000", "#### $1,000"), ("#### 1",)),
 }  # fmt: skip
 FURTHER: Table = {
@@ -82,7 +84,7 @@ ANYWHERE: Table = {
             "73", "none", "", "The answer is 72 or 73.", "The answer is 73 or 72.", "It is 72-80.", "It is 72/2.",
             "It is 72e3.",
             "It is between 70 and 72.", "It is −72.", "It is 72,5.", "72 of 100", "It is 72%; no, 71%.", "71 72 73",
-            "72. No, 71.",
+            "72. No, 71.", "It cannot be 72.", "It is 72 or more.",
         ),
     ),
     "-3": (("It is −3.", "It is -3 degrees."), ("It is 3.", "It is 5-3.")),
@@ -93,6 +95,7 @@ def test_written_answers_are_judged_as_by_a_careful_person() -> None:
     assert size(MARKED) >= 40
     assert misjudged("gsm8k", MARKED) == []
     assert misjudged("gsm8k", FURTHER) == []
+    assert misjudged("gsm8k", {"72": (NAMED, HEDGED)}, "#### {}") == []
     assert misjudged("gsm8k", ANYWHERE, anywhere=True) == []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rondo.roles.rewards.hub import symbolic
-from tests.roles.rewards.hub.judging import Table, misjudged, score_of, size
+from tests.roles.rewards.hub.judging import HEDGED, NAMED, Table, misjudged, score_of, size
 from tests.roles.rewards.hub.mathematics import INSIDE
 
 WHOLE: Table = {
@@ -18,7 +18,9 @@ WHOLE: Table = {
             "So it is $72$.", "Therefore the total is 72.", "We add 48 and 24. Hence $x = 72$.", "#### 72",
             "<answer>72</answer>",
             "6 \\cdot 12 = 72", "The sum is 48 + 24 = 72.", "The answer is 71. No: the answer is 72.",
-            "Option 3 is wrong. The answer is 72",
+            "Option 3 is wrong. The answer is 72", "The answer is 72!", "#### 72!", "**Final Answer**\n\n72", "### Answer\n72",
+            "\\boxed{71}\n\nWait, that's wrong. It should be \\boxed{72}", "\\boxed{72}\n\nNo other value works.",
+            "It is not 71, so $\\boxed{72}$.", "\\boxed{72}\n\nThis is not a surprise.", "72</s>",
         ),
         (
             "\\boxed{72", "\\boxed{72} and then \\boxed{73}", "\\boxed{72} or \\boxed{73}", "\\boxed{73} or \\boxed{72}",
@@ -27,6 +29,10 @@ WHOLE: Table = {
             "The answer is not 72.", "I do not know, though I tried 72", "She sold 72 clips and then had lunch", "Step 72",
             "I tried $72$ first",
             "The answer is 73, not 72", "71 = 72", "Page 72", "(see equation 72)", "", "It isn't 72.",
+            "\\boxed{72}\n\nWait, that's wrong. It should be 73.", "\\boxed{72} is wrong; the answer is 73",
+            "The wrong answer is 72", "It is not the case that the answer is 72", "The wrong answer is \\boxed{72}",
+            "It is not \\boxed{72}", "\\boxed{72}. Sorry, I meant 73.", "The final answer is: $\\boxed{72",
+            "The answer is 72. No, 73.",
         ),
     ),
     "1, 2": (("\\boxed{1}, \\boxed{2}", "\\boxed{1} and \\boxed{2}"), ("\\boxed{2}",)),
@@ -42,6 +48,8 @@ def test_written_answers_are_judged_as_by_a_careful_person() -> None:
     assert size(WHOLE) >= 40
     assert misjudged("math", INSIDE, "So it is $\\boxed{{}}$.") == []
     assert misjudged("math", WHOLE) == []
+    assert misjudged("math", {"72": (NAMED, HEDGED)}, "It is $\\boxed{{}}$") == []
+    assert misjudged("math", {"72": (NAMED, HEDGED)}, "The answer is {}") == []
 
 
 def test_as_published_math_verify_takes_the_last_expression() -> None:
@@ -76,6 +84,10 @@ def test_openr1mm_judges_an_answer() -> None:
         "<answer>72</answer><answer>72</answer>",
         "I tried 72",
         "<answer>72</answer></think>",
+        "72",
+        "\\boxed{72}",
+        "<answer>73</answer> \\boxed{72}",
     ]
-    right = ["<answer>72</answer>", "<answer>\\boxed{72}</answer>", "<answer>The answer is 72.</answer>", "72"]
+    right = ["<answer>72</answer>", "<answer>\\boxed{72}</answer>", "<answer>The answer is 72.</answer>"]
+    right.append("<answer>72</answer> \\boxed{73}")
     assert misjudged("openr1mm", {"<answer>72</answer>": (right, wrong)}) == []
