@@ -22,7 +22,7 @@ read them in the ring.
 Invariant: nothing is read out of a record before its magic, its position and the CRC-32 over header and descriptor
 agree. Payload bytes carry no checksum here: shared memory does not lose bits, generations catch what is overwritten, `words.py`
 orders what is read early, and a CRC-32 (2.7 GB/s) at the put and at the read would cost more than all else that the bus does with
-a row. What crosses a network has one (`links/`).
+a row.
 
     columns = [Column("tokens", "int32", [np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)])]
     record_bytes([(7, 0, 0, 2)], columns)  # two rows: samples 0 and 1 of group 7, part 0 of each

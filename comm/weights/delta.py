@@ -1,6 +1,6 @@
 """delta: from one version to the next by what changed, exactly, in about a hundredth of the bytes at RL learning rates.
 
-Owns how changes are coded, checked and applied to a `Held` in place. Does not own how they travel (`broadcast.py`).
+Owns how changes are coded, checked and applied to a `Held` in place. Does not own how they travel.
 
 Both versions are read as 16-bit words, which bfloat16 elements are. A step of 1e-6 moves few of them at all, and most of
 those by one unit in the last place. So a bucket becomes, whichever is smallest:

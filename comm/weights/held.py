@@ -1,7 +1,7 @@
 """One policy version as bytes: what a sender has of it, and a receiver's own copy with the moment from which it counts.
 
 Owns how a version is named, and when a copy may be served. Does not own what describes it (`manifest.py`), nor how bytes come
-here (`delta.py`, `broadcast.py`).
+here (such as `delta.py`).
 
     nothing --begin--> changing --prove--> proved (id, tensors) --begin or change--> changing ...
                            |                                                            ^

@@ -2,11 +2,10 @@
 
 Owns that a version counts when all of it lies there. Does not own the slab's slots (the coordinator lends one), who has which
 part of the weights (an iterator of named tensors), copying (`copying.py`, or `together.py` where several ranks have parts),
-telling anybody, nor sending it on (`broadcast.py`), which may go on beside the next step: a slot stays as it is until it is lent
-again.
+telling anybody, nor sending it on, which may go on beside the next step: a slot stays as it is until it is lent again.
 
     trainer's thread      copy, sum | next step's rounds .................. | optimizer changes weights
-    a thread beside it    copy, sum | send: delta, broadcast |
+    a thread beside it    copy, sum | send on |
 
 Invariant: when `publish` returns, the slot is complete, so the optimizer may change the weights.
 
